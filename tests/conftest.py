@@ -1,9 +1,9 @@
 """The environment of the tests, and the fixtures that many of them share."""
 
-from __future__ import annotations
-
+import atexit
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -34,7 +34,7 @@ def set_in_jax(name: str, value: object) -> None:
 def compilation_cache() -> str:
     """Returns a folder for compiled programs: the user's, so that every checkout shares it.
 
-    Or one in the checkout, or a new one, where those before can't be written.
+    Or one in the checkout, or one for this run alone, where those before can't be written.
     """
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for folder in Path(user, "pallas_paged", "tests"), Path(__file__).parents[1] / ".jax_cache":
@@ -44,7 +44,9 @@ def compilation_cache() -> str:
             return str(folder)
         except OSError:
             continue
-    return tempfile.mkdtemp(prefix="pallas_paged_tests_")
+    folder = tempfile.mkdtemp(prefix="pallas_paged_tests_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 # Compiling takes most of the time, so programs are optimized little and kept for the next run.
@@ -65,7 +67,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenBLAS and PyTorch read it
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / num_processes:.3f}")
-# The threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds
+# The threads of an interpreted Mosaic kernel wait for one another in callbacks, and each holds
 # a thread of XLA's pool. By default the pool has a thread per core; with two, all may wait forever.
 os.environ.setdefault("NPROC", "16")
 if jax.default_backend() == "cpu":

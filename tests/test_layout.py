@@ -1,7 +1,5 @@
 """How modules may import one another."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import graphlib

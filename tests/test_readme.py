@@ -1,7 +1,5 @@
 """The examples of README and docs run as they stand and print what stands below them."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -22,7 +22,7 @@ from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda
 from tests.support.kernel_calls import kernel_calls
-from tests.support.marks import slow
+from tests.support.marks import needs_mosaic, slow
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 hidden = pytest.mark.skipif(
@@ -67,9 +67,7 @@ class TestHidden:
         if name in ("decode bfloat16", "ragged with options") and not mosaic_support.why_not_jax():
             assert "custom_call @mosaic_gpu" in text
 
-    @pytest.mark.skipif(
-        mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
-    )
+    @needs_mosaic
     @pytest.mark.parametrize("num_queries", [3, *slow([130])])  # by XLA, by Mosaic
     def test_a_mosaic_call_has_a_gradient(self, num_queries):
         lens = dict(seq_lens=(num_queries + 9, 1), q_lens=(num_queries, 1), pages_per_seq=10)

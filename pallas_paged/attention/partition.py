@@ -100,7 +100,7 @@ def on_explicit_mesh(
         ValueError: pages or scales are sharded along another axis than the KV heads, or not alike.
     """
     specs = [jax.typeof(x).sharding.spec for x in arrays]
-    sharding = _axis_sharding(rule, [x.shape for x in arrays], specs, mesh)
+    sharding = axis_sharding(rule, [x.shape for x in arrays], specs, mesh)
     ins, outs = (
         tuple(_spec(sharding, axes) for axes in words) for words in (rule.inputs, rule.outputs)
     )
@@ -132,7 +132,7 @@ def _build(local: Any, rule: ShardingRule, platform: str) -> Callable[..., Any]:
     def partition(mesh: Mesh, args: Sequence[Any], _: Any) -> tuple[Any, ...]:
         mesh = _mesh_of(args)
         specs = [x.sharding.spec for x in args]
-        sharding = _axis_sharding(rule, [x.shape for x in args], specs, mesh)
+        sharding = axis_sharding(rule, [x.shape for x in args], specs, mesh)
         ins, outs = (
             tuple(NamedSharding(mesh, _spec(sharding, axes)) for axes in words)
             for words in (rule.inputs, rule.outputs)
@@ -219,10 +219,10 @@ def _digest(local: Any) -> str:
 
 @functools.cache
 def _code() -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in _code_files())).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
 
 
-def _code_files() -> list[Path]:
+def code_files() -> list[Path]:
     """Return the files whose code can be in a program."""
     package = Path(__file__).parents[1]
     rooms = ("attention", "decoder", "kernels", "pages")
@@ -235,7 +235,7 @@ def _mesh_of(args: Sequence[Any]) -> Mesh:
     return args[0].sharding.mesh
 
 
-def _axis_sharding(
+def axis_sharding(
     rule: ShardingRule,
     shapes: Sequence[tuple[int, ...]],
     specs: Sequence[PartitionSpec],

@@ -144,7 +144,7 @@ class DevicePeers:
         parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
         if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
             return self.add_and_norm(x @ weight.T, residual, norm, eps)
-        out, normed = self._kernel(_partial_products(x, weight, parts), residual, norm, eps=eps)
+        out, normed = self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
         return out, normed
 
     def _why_not(self, x: jax.Array) -> str | None:
@@ -286,7 +286,7 @@ def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Ar
     return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
 
 
-def _partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
+def partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
     """Return `x @ weight.T` as the sum over the first axis, f32 `[parts, T, N]`.
 
     Args:

@@ -1,7 +1,5 @@
 """With a fixed split size the bits of a row depend on that row alone; without one they do not."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

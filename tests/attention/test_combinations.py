@@ -1,7 +1,5 @@
 """Entries, dtypes, kinds of pages, shapes and options in combination, against float64 NumPy."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 
@@ -12,7 +10,6 @@ import pytest
 from pallas_paged.kernels.call import Arrays, Call
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
-from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import (
@@ -23,7 +20,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.attention_configs import config_of
 from tests.support.lowering import named
-from tests.support.marks import slow
+from tests.support.marks import needs_mosaic, slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout
 from tests.support.quantized_cases import Quantized
 
@@ -215,7 +212,7 @@ def test_matches_the_oracle(row, batches, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="needs JAX 0.11")
+@needs_mosaic
 @pytest.mark.parametrize("entry", ["decode", "ragged"])
 @pytest.mark.parametrize("index", range(3))
 def test_interpreted_mosaic_kernels_match_the_oracle(index, entry):

@@ -22,16 +22,13 @@ from tests.support import implementations, raw
 from tests.support.attention_cases import Case
 from tests.support.attention_configs import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
-from tests.support.marks import needs_triton
+from tests.support.marks import needs_mosaic, needs_triton
 from tests.support.placement import named
 from tests.support.static_calls import DECODE, PREFILL
 
 FUNCTIONS = [(raw.paged_attention, Case()), (raw.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
 BOTH_FUNCTIONS = pytest.mark.parametrize(("function", "case"), FUNCTIONS, ids=["decode", "ragged"])
 BOTH = pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
-needs_mosaic = pytest.mark.skipif(
-    mosaic_support.why_not_jax() is not None, reason="this JAX is too old"
-)
 CONFIGS = {
     family: {
         kernel: config_of(family, ragged=kernel == "ragged") for kernel in ("decode", "ragged")
@@ -216,14 +213,6 @@ def test_calls_that_an_implementation_cannot_do_are_refused(
     interpreted = FAMILIES[implementation].why_not(replace(call, interpret=True))
     of_the_device = ("device" in changes and "config" not in changes) or "to decode" in reason
     assert (interpreted is None) == of_the_device
-
-
-@needs_triton
-def test_triton_takes_one_byte_pages_of_any_even_head_dim_where_the_gpu_converts_them():
-    why_not = FAMILIES["triton"].why_not
-    assert why_not(replace(DECODE, **gpu("8.0") | INT8, head_dim=66)) is None
-    for capability in ("8.9", "9.0", "12.0"):
-        assert why_not(replace(DECODE, **gpu(capability) | FP8)) is None, capability
 
 
 def test_hopper_gpus_are_known_by_capability_or_name():

@@ -1,7 +1,5 @@
 """Fixtures of the benches' tests, which run on a CPU and check no times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Results that a GPU might have given, for tests of tables and charts."""
 
-from __future__ import annotations
-
 META = {"device": "a GPU", "jax": "0.0", "driver": "1", "date": "today", "command": "c"}
 TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 FAILED = {"status": "failed", "reason": "no"}

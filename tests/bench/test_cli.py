@@ -1,7 +1,5 @@
 """Arguments that the benches can't use."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import (

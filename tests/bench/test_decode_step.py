@@ -1,7 +1,5 @@
 """The bench of one decode step of a model, on a CPU."""
 
-from __future__ import annotations
-
 import re
 
 import jax

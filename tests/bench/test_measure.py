@@ -1,7 +1,5 @@
 """The data of a shape, the reference, the errors of variants, and the choice of the best one."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """The implementations that the benches compare, and their data, without torch and a GPU."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

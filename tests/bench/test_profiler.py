@@ -1,7 +1,5 @@
 """Kernel times from a profile, and the kernel of the read floor."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """The bench of quality: paged forwards against dense ones in a tiny run."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

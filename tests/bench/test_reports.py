@@ -1,7 +1,5 @@
 """Summaries, tables and charts of results that a GPU might have given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

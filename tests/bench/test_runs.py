@@ -1,7 +1,5 @@
 """Dry runs of the benches: right results, and tables of them."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,6 +1,4 @@
-"""The serving bench on a CPU: traces, records, baselines and whole runs, but no speed."""
-
-from __future__ import annotations
+"""The serving bench on a CPU: traces, records, baselines and complete runs, but no speed."""
 
 import math
 from functools import partial
@@ -119,7 +117,7 @@ def serve_trace(request, engine):
     return partial(serve_over_http, engine)
 
 
-def test_engine_serves_the_whole_trace(serve_trace, engine) -> None:
+def test_engine_serves_all_of_the_trace(serve_trace, engine) -> None:
     trace = make_trace(12, vocab_size=256, max_len=64, rate=50.0)
     record = serve_trace(trace, seconds=60.0)
     assert [one.num_tokens for one in record.served] == [one.num_tokens for one in trace]

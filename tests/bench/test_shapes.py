@@ -1,7 +1,5 @@
 """Shapes of calls: their names, sizes, bytes and operations."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The search for configs, on a CPU with a fake clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

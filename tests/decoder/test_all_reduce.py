@@ -1,7 +1,5 @@
 """The Mosaic kernel that adds up over GPUs lowers for two and for eight, without any."""
 
-from __future__ import annotations
-
 import re
 
 import jax

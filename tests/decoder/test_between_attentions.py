@@ -1,7 +1,5 @@
 """`between_attentions`: products, norms and sums between two attentions, on any device."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -17,26 +15,17 @@ from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.pages.layer import LayerKV
 from tests.support import raw
-from tests.support.block_weights import draw
+from tests.support.block_weights import draw, weights_of
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
-from tests.support.marks import needs_triton, slow
+from tests.support.marks import needs_mosaic, needs_triton, slow
 
 A, E, F, N = 512, 512, 512, 128
 KERNEL = "mosaic_sm90_interpret"
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
-)
 
 
 def block_weights(dtype=jnp.bfloat16) -> BlockWeights:
-    shapes = dict(o=(E, A), gate_up=(F, 2, E), down=(E, F), qkv=(N, E))
-    weights = {
-        name: draw(i, *shape, scale=shape[-1] ** -0.5, dtype=dtype)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-    norms = (draw(9 + i, E, scale=0.1, dtype=dtype) + np.ones((), dtype) for i in range(2))
-    return BlockWeights(**weights, **dict(zip(("mlp_norm", "out_norm"), norms, strict=True)))
+    return BlockWeights(**weights_of(A, E, F, N, dtype=dtype))
 
 
 def inputs(*rows: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Residual]:

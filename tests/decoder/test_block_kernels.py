@@ -1,7 +1,5 @@
 """The Mosaic kernels between two attentions, of one row and of several: interpreted and lowered."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -21,7 +19,7 @@ from pallas_paged.decoder.kernels.batch_tiles import Product
 from pallas_paged.decoder.kernels.one_row import new_mailboxes
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, decoder_block_config
-from tests.support.block_weights import draw, shapes_of
+from tests.support.block_weights import draw, shapes_of, weights_of
 from tests.support.devices import lower_for_cuda
 from tests.support.marks import slow
 
@@ -39,7 +37,7 @@ def sizes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, int]:
 
 def operands(rows, sizes, dtype=jnp.bfloat16):
     """(attended, x, weights)"""
-    w = {name: draw(i, *s, dtype=dtype) for i, (name, s) in enumerate(shapes_of(*sizes).items())}
+    w = weights_of(*sizes, dtype=dtype)
     attended, x = (draw(20 + i, rows, sizes[i], dtype=dtype) for i in range(2))
     return attended, x, {"qkv": None} | w
 
@@ -114,37 +112,6 @@ def test_rows_equal_the_separate_steps(rows, parts, sizes, num_x_stages):
     assert_near(results, separate_steps(attended, x, w))
 
 
-@pytest.mark.parametrize(
-    ("rows", "sizes"),
-    [
-        *((1, sizes) for sizes in (*LLAMAS[:2], LAST_OF_QWEN)),
-        *((64, sizes) for sizes in LLAMAS),
-        *((128, sizes) for sizes in (QWEN, *LLAMAS)),
-        *((rows, QWEN) for rows in (80, 256)),
-        (40, LLAMAS[1]),
-        (8, SMALL),
-    ],
-)
-def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
-    of = sizes_of(*sizes)
-    if rows == 1:
-        module, config = one_row, decoder_block_config(**of, num_programs=132)
-        state = partial(new_mailboxes, config, **{k: n for k, n in of.items() if k != "out_size"})
-    else:
-        num_clusters, cluster_size = clusters_at_once(132, rows)
-        module, config = batch, batch_config(rows, sizes, num_clusters, cluster_size)
-        state = new_counters
-    run = partial(module.between_attentions, eps=1e-5, config=config)
-    weights = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes_of(*sizes).items()}
-    matrices = [jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in sizes[:2]]
-    text = lower_for_cuda(
-        lambda attended, x, state, weights: run(attended, x, state, **{"qkv": None} | weights),
-        *matrices, jax.eval_shape(state), weights,
-    ).as_text()  # fmt: skip
-    assert text.count("custom_call @mosaic_gpu") == 1
-    assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
-
-
 def test_one_row_has_the_splits_that_give_each_program_a_tile():
     configs = [
         decoder_block_config(**sizes_of(*sizes), num_programs=132)
@@ -211,20 +178,25 @@ def test_clusters_fit_whatever_sms_the_processing_clusters_have():
 @pytest.mark.parametrize(
     ("rows", "sizes", "kernels"),
     [
-        *((rows, QWEN, 1) for rows in (2, 128, 256)),
-        (257, QWEN, 0),
-        (8, SMALL, 0),
-        *((rows, LLAMAS[1], 1) for rows in (2, 128)),
-        (129, LLAMAS[1], 0),
+        *((1, sizes, 1) for sizes in (*LLAMAS[:2], LAST_OF_QWEN)),
+        *((rows, QWEN, 1) for rows in (2, 80, 128, 256)),
+        *((rows, sizes, 1) for rows in (64, 128) for sizes in LLAMAS),
+        *((rows, LLAMAS[1], 1) for rows in (2, 40)),
+        *[(257, QWEN, 0), (129, LLAMAS[1], 0), (8, SMALL, 0)],
     ],
 )
-def test_it_is_chosen_for_the_rows_of_each_size_for_which_it_is_faster(rows, sizes, kernels):
+def test_blocks_lower_for_a_gpu_to_one_kernel_where_that_is_faster(rows, sizes, kernels):
     shapes = shapes_of(*sizes)
-    w = BlockWeights(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
+    w = BlockWeights(
+        **{"qkv": None} | {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
+    )
     attended, x = (jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in sizes[:2])
 
     def run(attended, x, w):
-        return entry.between_attentions(attended, Residual(x=x), w, eps=1e-5)[1]
+        how = dict(eps=1e-5, implementation="mosaic_sm90" if rows == 1 else None)
+        return entry.between_attentions(attended, Residual(x=x), w, **how)[1]
 
     text = lower_for_cuda(run, attended, x, w).as_text()
     assert text.count("custom_call @mosaic_gpu") == kernels
+    if kernels:
+        assert ("stablehlo.pad" in text) == (rows == 2) and "stablehlo.transpose" not in text

@@ -1,7 +1,5 @@
 """Sums and gathers over the devices of a mesh: by JAX's collectives, or the kernel on GPUs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.decoder.peers import _partial_products, create_peers, embed, row_linear
+from pallas_paged.decoder.peers import create_peers, embed, partial_products, row_linear
 from pallas_paged.kernels.mosaic_sm90.config import reduce_parts
 from tests.support.devices import mesh
 from tests.support.marks import slow
@@ -108,7 +106,7 @@ def test_products_on_one_device_need_no_sum_but_that_of_their_parts():
     np.testing.assert_allclose(row_linear(x, weight, None), x @ weight.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(embed(np.array([1, 0]), weight, None), weight[[1, 0]])
     for parts in (1, 2, 8):
-        found = _partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
+        found = partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
         assert (found.shape, found.dtype) == ((parts, 5, 24), jnp.float32)
         np.testing.assert_allclose(np.asarray(found).sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
 

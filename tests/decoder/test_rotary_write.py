@@ -1,7 +1,5 @@
 """The write of fused projections: split, norms, rotation, quantization, pages in place."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

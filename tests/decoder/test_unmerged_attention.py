@@ -8,15 +8,12 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support import raw
-from tests.support.marks import needs_triton, slow
+from tests.support.kernel_calls import decode_and_write_arrays as a_call
+from tests.support.marks import needs_mosaic, needs_triton, slow
 from tests.support.page_layouts import layer_in_layout
 from tests.support.promotion import strict_promotion
 
-PAGE_SIZE, BLOCKS = 16, 12
 SLOPES = np.linspace(0.1, 0.3, 6, dtype=np.float32)
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
-)
 KERNELS = [
     pytest.param("triton_interpret", marks=needs_triton),
     pytest.param("mosaic_sm90_interpret", marks=needs_mosaic),
@@ -29,25 +26,10 @@ def _strict_promotion():
         yield
 
 
-def a_call(lens, head_dim=64):
-    """Pages, the fused product of the newest tokens, their slots, the table and the lengths."""
-    rng, num_seqs, lens = np.random.default_rng(sum(lens)), len(lens), np.array(lens, np.int32)
-    shape = (2, num_seqs * BLOCKS, PAGE_SIZE, head_dim)
-    k, v = (rng.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2))
-    table = rng.permutation(num_seqs * BLOCKS).reshape(-1, BLOCKS).astype(np.int32)
-    last = np.maximum(lens - 1, 0)
-    slots = table[np.arange(num_seqs), last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
-    slots = np.where(lens > 0, slots, -1).astype(np.int32)
-    qkv = rng.standard_normal((num_seqs, 2, 3 + 2, head_dim)).astype(jnp.bfloat16)
-    angles = rng.uniform(0, 6, (num_seqs, head_dim // 2)).astype(np.float32)
-    layer = pp.LayerKV(k, v, kv_layout="HPND")
-    return layer, qkv, slots, table, lens, (np.cos(angles), np.sin(angles))
-
-
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("with_sinks", [True, *slow([False])])
 def test_its_merge_is_attention_bit_for_bit(implementation, with_sinks):
-    layer, qkv, _, table, lens, _ = a_call([130])
+    layer, qkv, _, table, lens, _ = a_call(130)
     q = qkv[:, :, :-2].reshape(1, 6, 64)
     sinks = np.linspace(-1, 3, 6, dtype=np.float32) if with_sinks else None
     how = dict(sinks=sinks, implementation=implementation, sliding_window=100)
@@ -75,7 +57,7 @@ def test_its_merge_is_attention_bit_for_bit(implementation, with_sinks):
     ],
 )
 def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout, options):
-    layer, qkv, slots, table, lens, rotation = a_call(lens, head_dim=head_dim)
+    layer, qkv, slots, table, lens, rotation = a_call(*lens, head_dim=head_dim)
     if len(lens) == 8:
         slots[-2:] = -1, layer.k_pages[0, ..., 0].size
     # Their slots may hold anything before.
@@ -106,14 +88,14 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
 
 @needs_triton
 def test_unmerged_returns_none_without_partials():
-    layer, qkv, slots, table, lens, rotation = a_call([20])
+    layer, qkv, slots, table, lens, rotation = a_call(20)
     q, how = qkv[:, :, :-2].reshape(1, 6, 64), dict(implementation="triton", interpret=True)
     at = table, lens, slots
     assert unmerged_attention(q, layer, table, lens, implementation="xla") is None
     assert write_and_attend(qkv, layer, *at, rotation=rotation, implementation="xla") is None
     for other in (None, tuple(x[:, :8] for x in rotation)):
         assert write_and_attend(qkv, layer, *at, rotation=other, **how) is None
-    small, new, *_, turn = a_call([20], head_dim=8)
+    small, new, *_, turn = a_call(20, head_dim=8)
     assert write_and_attend(new, small, *at, rotation=turn, **how) is None
     one_array = pp.LayerKV(**layer_in_layout("2NHD", layer), kv_layout="2NHD")
     quantized = jax.tree.map(lambda x: x.astype(jnp.int8), layer)

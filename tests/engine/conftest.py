@@ -1,7 +1,5 @@
 """Fixtures of the engine's tests: the model without a cache, and an engine in a thread."""
 
-from __future__ import annotations
-
 import faulthandler
 
 import pytest

@@ -1,7 +1,5 @@
 """AsyncEngine: clients in many threads and event loops, which leave when they like."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

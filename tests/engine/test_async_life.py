@@ -1,7 +1,5 @@
 """The life of an `AsyncEngine`: its thread, sleep, shutdown, death, and closed event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

@@ -1,7 +1,5 @@
 """The attention that the engine passes to models, from q, k and v or from the fused product."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Packing a call: its shapes and padding."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Beam search alone, over random tables in place of a model: thousands of searches, no device."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

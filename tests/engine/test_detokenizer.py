@@ -1,7 +1,5 @@
 """Incremental detokenizer: its pieces join to the whole text, which ends before a stop text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The engine against generation without a cache: batches, prefixes, small pools, failures."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

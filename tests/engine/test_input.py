@@ -1,7 +1,5 @@
 """Requests and sizes that the engine refuses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import jax

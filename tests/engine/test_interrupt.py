@@ -1,7 +1,5 @@
 """Ctrl-C in a call of the engine: the call is completed, and the engine goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Calls of several decode steps: how many they take, and the loop on the device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What process 0 and the others send one another, here through a pair of sockets."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor

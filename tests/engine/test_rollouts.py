@@ -1,7 +1,5 @@
 """Rollouts: completions of several requests as padded arrays."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Which replica gets a request."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,6 +1,4 @@
-"""The sampler against NumPy: draws, processors, penalties, log-probabilities, modes."""
-
-from __future__ import annotations
+"""The sampler against NumPy: draws, processors, penalties, log-probabilities."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +20,7 @@ from pallas_paged.engine.sampling.sampler import (
     sample,
     set_token_counts,
 )
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support import raw
 from tests.support.marks import slow
 from tests.support.promotion import strict_promotion
@@ -345,40 +343,6 @@ def test_the_best_tokens_are_those_of_a_stable_sort(num_rows, size, k):
 
 
 # Modes
-
-
-@pytest.mark.parametrize(
-    ("params", "wanted"),
-    [
-        ({}, {"draws": True}),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}),
-        ({"top_k": 5, "top_p": 0.5}, {"draws": True, "filters": 2}),
-        ({"top_k": 65}, {"draws": True, "filters": 1}),
-        ({"top_p": 0.5, "min_p": 0.1}, {"draws": True, "filters": 1}),
-        ({"min_p": 0.1}, {"draws": True}),
-        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, {"processors": True}),
-        ({"temperature": 0.0, "min_tokens": 1}, {"processors": True}),
-        ({"temperature": 0.0, "presence_penalty": -0.5}, {"penalties": True}),
-        ({"temperature": 0.0, "frequency_penalty": 0.5}, {"penalties": True}),
-        ({"temperature": 0.0, "repetition_penalty": 1.1}, {"penalties": True}),
-        ({"temperature": 0.0, "logprobs": 0}, {"logprobs": 0}),
-        ({"temperature": 0.0, "logprobs": 1}, {"logprobs": MAX_LOGPROBS}),
-        ({"temperature": 0.0, "prompt_logprobs": 0}, {"prompt_logprobs": 0}),
-        ({"temperature": 0.0, "prompt_logprobs": 2}, {"prompt_logprobs": MAX_LOGPROBS}),
-        ({"best_of": 2}, {"draws": True, "logprobs": 0}),
-        ({"beam_width": 2}, {"logprobs": MAX_LOGPROBS}),
-    ],
-)
-def test_the_mode_of_parameters_has_only_what_they_need(params, wanted):
-    assert SamplingMode.of(SamplingParams(**params)) == SamplingMode(**wanted)
-
-
-def test_a_join_covers_both_modes():
-    one, other = SamplingMode(draws=True, logprobs=0), SamplingMode(penalties=True)
-    both = one | other
-    assert both == SamplingMode(draws=True, penalties=True, logprobs=0)
-    assert both.covers(one) and both.covers(other) and not one.covers(both)
-    assert not one.covers(replace(one, logprobs=MAX_LOGPROBS)) and one.covers(GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Parameters of a request, end to end: samples, logits processors, log-probabilities, ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

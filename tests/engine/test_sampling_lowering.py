@@ -1,7 +1,5 @@
 """Sampling lowers for CUDA to a reduction or kernels, without loops, sorts or branches of XLA."""
 
-from __future__ import annotations
-
 import functools
 import re
 

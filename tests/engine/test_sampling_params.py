@@ -1,6 +1,4 @@
-"""Sampling parameters: checks at creation, stored forms, derived properties."""
-
-from __future__ import annotations
+"""Sampling parameters: checks at creation, stored forms, derived properties and modes."""
 
 import re
 from dataclasses import replace
@@ -8,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
 
 REFUSED = {  # by the rule that the last parameter breaks
     "must be an integer in 1..16384": [dict(n=0), dict(n=True), dict(n=None), dict(n=16385)],
@@ -108,3 +106,37 @@ def test_properties_say_what_a_request_needs(params, num_seqs, num_logprobs, wan
     names = ("greedy", "filters", "needs_logprobs")
     assert {name for name in names if getattr(params, name)} == set(wanted.split())
     assert (params.num_seqs, params.num_logprobs) == (num_seqs, num_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        ({}, {"draws": True}),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}),
+        ({"top_k": 5, "top_p": 0.5}, {"draws": True, "filters": 2}),
+        ({"top_k": 65}, {"draws": True, "filters": 1}),
+        ({"top_p": 0.5, "min_p": 0.1}, {"draws": True, "filters": 1}),
+        ({"min_p": 0.1}, {"draws": True}),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, {"processors": True}),
+        ({"temperature": 0.0, "min_tokens": 1}, {"processors": True}),
+        ({"temperature": 0.0, "presence_penalty": -0.5}, {"penalties": True}),
+        ({"temperature": 0.0, "frequency_penalty": 0.5}, {"penalties": True}),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, {"penalties": True}),
+        ({"temperature": 0.0, "logprobs": 0}, {"logprobs": 0}),
+        ({"temperature": 0.0, "logprobs": 1}, {"logprobs": MAX_LOGPROBS}),
+        ({"temperature": 0.0, "prompt_logprobs": 0}, {"prompt_logprobs": 0}),
+        ({"temperature": 0.0, "prompt_logprobs": 2}, {"prompt_logprobs": MAX_LOGPROBS}),
+        ({"best_of": 2}, {"draws": True, "logprobs": 0}),
+        ({"beam_width": 2}, {"logprobs": MAX_LOGPROBS}),
+    ],
+)
+def test_the_mode_of_parameters_has_only_what_they_need(params, wanted):
+    assert SamplingMode.of(SamplingParams(**params)) == SamplingMode(**wanted)
+
+
+def test_a_join_covers_both_modes():
+    one, other = SamplingMode(draws=True, logprobs=0), SamplingMode(penalties=True)
+    both = one | other
+    assert both == SamplingMode(draws=True, penalties=True, logprobs=0)
+    assert both.covers(one) and both.covers(other) and not one.covers(both)
+    assert not one.covers(replace(one, logprobs=MAX_LOGPROBS)) and one.covers(SamplingMode())

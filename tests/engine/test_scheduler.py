@@ -1,7 +1,5 @@
 """The scheduler alone, against a page allocator of dicts and lists: no device, no model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Random requests in tiny pools: every page is free in the end, every output is right."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What trainers use: new weights, scores, log-probabilities of prompts, memory given back."""
 
-from __future__ import annotations
-
 import jax
 import ml_dtypes
 import numpy as np

@@ -1,7 +1,5 @@
 """Sequences longer than the pool, where every layer has a sliding window."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

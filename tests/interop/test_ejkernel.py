@@ -50,7 +50,7 @@ def reference_of(name):
 
 
 def test_signatures_are_equal():
-    """In names, order, kinds and defaults; annotations differ, of which ejkernel would warn."""
+    """In names, order, kinds and defaults; annotations differ, and ejkernel would warn of that."""
     for function in (ours.unified_attention, ours.ragged_page_attention_v3):
         for spec in kernel_registry._registry[function.__name__]:
             theirs, mine = (inspect.signature(f) for f in (spec.implementation, function))

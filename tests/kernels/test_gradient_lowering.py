@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, pairwise
-from tests.support.marks import needs_triton, slow
+from tests.support.marks import needs_mosaic, needs_triton, slow
 from tests.support.programs import Program
 
 PER_HEAD = np.ones(6, np.float32)
@@ -78,9 +77,7 @@ HOPPER = pairwise(
 
 
 @needs_triton
-@pytest.mark.skipif(
-    mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
-)
+@needs_mosaic
 @pytest.mark.parametrize("row", few_with_every_level(HOPPER), ids=named)
 def test_hopper(row):
     options = {name: row[name] for name in ("causal", "sliding_window", "soft_cap")}

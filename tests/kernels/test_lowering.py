@@ -1,7 +1,5 @@
 """The kernels of every family lower for GPUs on a machine without one, and copy no pool."""
 
-from __future__ import annotations
-
 import re
 
 import jax
@@ -10,16 +8,12 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.pages.layout import LAYOUTS
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
-from tests.support.marks import needs_triton, slow
+from tests.support.marks import needs_mosaic, needs_triton, slow
 from tests.support.programs import Program, kernel_configs, parsed
 
-needs_mosaic = pytest.mark.skipif(
-    mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
-)
 INT8, FP8 = "int8", "float8_e4m3fn"
 RAGGED = ("ragged_paged_attention", "ragged_paged_attention_merge")
 DECODE = ("paged_decode", "paged_decode_merge")
@@ -140,7 +134,7 @@ def test_hopper_ragged(row):
 
     text = lowered("mosaic_sm90", "ragged", row | dict(max_kv_len=4096))
     logits = row["num_tokens"] * 2 * row["group"] * 4096
-    converts = bool(row["kv_dtype"]) and logits >= converted_rows._MIN_LOGITS
+    converts = bool(row["kv_dtype"]) and logits >= converted_rows.MIN_LOGITS
     assert ("ragged_convert_rows" in text) == converts
     assert len(CUSTOM_CALL.findall(text)) == 2 + converts
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.

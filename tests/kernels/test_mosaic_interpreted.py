@@ -231,8 +231,8 @@ def test_bits_depend_on_the_row_alone_under_a_split_size():
 @pytest.fixture
 def converts_rows(monkeypatch):
     """Lets small calls convert rows before the kernel runs."""
-    monkeypatch.setattr(converted_rows, "_MIN_TILES", 1)
-    monkeypatch.setattr(converted_rows, "_MIN_LOGITS", 1)
+    monkeypatch.setattr(converted_rows, "MIN_TILES", 1)
+    monkeypatch.setattr(converted_rows, "MIN_LOGITS", 1)
     jax.clear_caches()  # the key of the cache does not hold the constants
     yield
     jax.clear_caches()
@@ -251,7 +251,7 @@ def test_which_rows_are_converted_before_changes_no_bit(monkeypatch, converts_ro
     results = []
     for num_blocks in (0, 3, 100):  # of no row, of the first, of the first two
         room = 4 * arrays[1].shape[0] * 64 * arrays[0].shape[-1] * num_blocks
-        monkeypatch.setattr(converted_rows, "_MOST_BYTES", room)
+        monkeypatch.setattr(converted_rows, "MOST_BYTES", room)
         jax.clear_caches()
         results.append(attend(HOPPER, arrays, config=dict(num_consumers=1)))
     assert_same_bits(results[1], results[0])

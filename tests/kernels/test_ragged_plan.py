@@ -170,7 +170,7 @@ def test_plan_of_the_kernel_is_that_of_its_definition(name, window):
 
 
 def test_packed_plan_of_the_kernel_is_that_of_its_definition():
-    pack = pytest.importorskip("pallas_paged.kernels.mosaic.ragged_work")._pack
+    pack = pytest.importorskip("pallas_paged.kernels.mosaic.ragged_work").pack_plan
     shape = kernel_shape("aligned tiles")
 
     types = packed_types(shape, 32)

@@ -1,14 +1,12 @@
 """Every kernel compiles to machine code, within bounds of registers and spills, without a GPU."""
 
-import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from pallas_paged.pages.layout import LAYOUTS
-from tests.support import raw, sass
+from tests.support import sass
+from tests.support.programs import Program
 
 ROOT = sass.cuda_root()
 if ROOT is None:
@@ -83,33 +81,19 @@ def test_compiles_within_bounds(one, compile_for):
         assert usage.shared_memory <= one.target.shared_memory, name
 
 
-@pytest.mark.parametrize(
-    "num_seqs, max_kv_len, num_q_heads, num_kv_heads, head_dim, kv_layout",
-    [
-        *(
-            (*rows, *heads, "HPND")
-            for rows in [(64, 2432), (64, 4096), (128, 2048), (256, 1024)]
-            for heads in [(32, 8, 128), (16, 8, 128), (32, 8, 64)]
-        ),
-        *((64, 4096, 32, 8, 128, kv_layout) for kv_layout in ("NHD", "HND")),
-    ],
-)
-def test_four_programs_of_triton_decode_fit_on_an_sm(
-    num_seqs, max_kv_len, num_q_heads, num_kv_heads, head_dim, kv_layout, compile_for
-):
+HEADS = (dict(), dict(num_q_heads=16), dict(head_dim=64))
+ROWS = [(64, 2432), (64, 4096), (128, 2048), (256, 1024)]
+SIZES = [
+    *(dict(num_seqs=n, max_kv_len=length, **heads) for n, length in ROWS for heads in HEADS),
+    *(dict(num_seqs=64, kv_layout=kv_layout) for kv_layout in ("NHD", "HND")),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_four_programs_of_triton_decode_fit_on_an_sm(sizes, compile_for):
     """With one more register than 128 only three do, and 64x4096 takes 297 us instead of 248."""
-    page_size = 16
-    shape = LAYOUTS[kv_layout].shape(H=num_kv_heads, P=1009, N=page_size, D=head_dim)
-    pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    usages = compile_for(
-        sass.TARGETS["9.0"],
-        functools.partial(raw.paged_attention, implementation="triton", kv_layout=kv_layout),
-        jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), jnp.bfloat16),
-        pages,
-        pages,
-        jax.ShapeDtypeStruct((num_seqs, max_kv_len // page_size), jnp.int32),
-        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
-    )
+    program = Program(function="decode", implementation="triton", **sizes)
+    usages = compile_for(sass.TARGETS["9.0"], *program.call_and_shapes())
     (decode,) = (usage for usage in usages if usage.kernel == "paged_decode")
     assert decode.registers <= 128 and decode.spills == 0
 

@@ -1,7 +1,5 @@
 """What the tests of commands share: a checkpoint, and steps that are compiled once."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

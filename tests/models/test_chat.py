@@ -1,7 +1,5 @@
 """Chat templates: prompts as transformers renders them, and messages that are not valid."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

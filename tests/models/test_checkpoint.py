@@ -1,7 +1,5 @@
 """Checkpoint folders: round trips, scales of a float8 cache, and folders that are wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

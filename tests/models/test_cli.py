@@ -1,7 +1,5 @@
 """The command `python -m models.generate`: texts on stdout, its options, and how it ends."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

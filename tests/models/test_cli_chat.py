@@ -1,7 +1,5 @@
 """The command `python -m models.generate --chat`: conversations over pipes and on a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The command `python -m models.generate --prompts-file`: a JSON object for each prompt."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`ModelConfig`: spellings and defaults of config.json, what is written back, what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The decoder against values of transformers, without a cache and in the engine."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`generate` against generation without a cache, its engine's sizes, and bad input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +33,7 @@ def dense(windowed):
 
 
 def generate(model, prompts, params=GREEDY, **config):
-    # Sizes of which every other one would compile anew.
+    # Every other size would compile anew.
     defaults = dict(num_pages=12, page_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     defaults |= dict(max_model_len=48, implementation="xla")
     return generate_with_defaults(model, prompts, params, **(defaults | config))

@@ -1,7 +1,5 @@
 """Sampling defaults that a checkpoint folder sets."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rotary scalings in the engine and long prompts in chunks, against a forward without a cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax
@@ -55,7 +53,7 @@ def test_sequences_of_the_engine_have_the_frequencies_of_their_context(scaling, 
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)
     sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, implementation="xla") | asked
     (output,) = generate(decoder, [prompt], params, **sizes)
-    # With a cache the length is that of the context; whole rows have their own.
+    # With a cache the length is that of the context; complete rows have their own.
     if scaling is DYNAMIC:
         decoder = tiny_model(replace(decoder.config, max_position_embeddings=60, rope_scaling=None))
         growth = (2 * 60 / 32 - 1) ** (16 / 14)

@@ -1,7 +1,5 @@
 """Quantized KV caches under the model: pools, log-probabilities, generation in the engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax
@@ -122,7 +120,7 @@ def test_tokens_do_not_depend_on_other_requests(quantized, alone):
 @pytest.mark.parametrize(("config", "kv_cache_dtype"), [(CONFIG, "int8"), (CALIBRATED, "fp8")])
 def test_compiled_step_of_the_engine_copies_no_pool(config, kv_cache_dtype):
     if kv_cache_dtype == "fp8" and jax.default_backend() == "cpu":
-        pytest.skip("XLA's CPU compiler widens float8 scatters, whole operand included")
+        pytest.skip("XLA's CPU compiler widens float8 scatters and their operands")
     engine = engine_of(tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES)
     runner = engine.replicas[0].runner
     batch = runner.empty_batch(runner.buckets.all()[0], SamplingMode())  # of the largest shape

@@ -1,7 +1,5 @@
 """Rotary embeddings equal those of transformers, for every scaling and both spellings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tokenizers of checkpoint folders, byte-level and SentencePiece style."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing

@@ -1,7 +1,5 @@
 """Training of a tiny model on generated text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -5,8 +5,6 @@ and the kernels compute from these indices must be wider. Attention that reads s
 tests/attention/test_attention.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -66,15 +64,3 @@ def test_pages_at_both_ends_are_written_and_copied(num_pages, kv_dtype):
     # Both ends are swapped, so all pages must be read before any is written.
     pool = copy(pool, pp.PageCopies(src_pages=places, dst_pages=places[::-1]))
     assert_holds(pool, places[::-1], wanted)
-
-
-@pytest.mark.parametrize("attention", [pp.paged_attention, pp.ragged_paged_attention])
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_attention_copies_no_pool(attention, kv_dtype):
-    (layer,) = jax.eval_shape(lambda: make_pool(2**18 + 1, kv_dtype)).layers
-    shapes = [(4, 16, HEAD_DIM), (4, 32), (4,), *[(5,)] * (attention is not pp.paged_attention)]
-    dtypes = [jnp.bfloat16, *[jnp.int32] * 3]
-    q, *rest = (jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=False))
-    call = partial(attention, implementation="triton")
-    memory = jax.jit(call).lower(q, layer, *rest).compile().memory_analysis()
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 64 << 20

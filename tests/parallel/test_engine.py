@@ -1,7 +1,5 @@
 """The engine on a mesh: token for token what it gives on one device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -165,7 +163,7 @@ def test_kernels_partition_themselves_in_the_step(implementation, num_devices):
 
 @pytest.mark.parametrize("where", [None, slice(0, 2), slice(2, 4)], ids=str)
 def test_a_model_without_specs_keeps_the_shardings_of_its_weights(where):
-    """If they are on a mesh of the engine's devices; others are whole on each of these."""
+    """If they are on a mesh of the engine's devices; others are replicated on these."""
 
     class NoSpecs(type(MODEL)):
         param_specs = None

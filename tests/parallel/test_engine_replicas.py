@@ -1,7 +1,5 @@
 """Data parallelism: replicas behind one queue."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,7 +1,5 @@
 """The server that most tests share."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 

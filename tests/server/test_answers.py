@@ -1,7 +1,5 @@
 """The JSON of answers, at once and as events, and of log-probabilities."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The endpoints as an ASGI app: keys, health, the page, errors; no running engine."""
 
-from __future__ import annotations
-
 import hmac
 import time
 from dataclasses import replace

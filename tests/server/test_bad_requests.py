@@ -1,7 +1,5 @@
 """Every bad input gets an error with the right status, as OpenAI's JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

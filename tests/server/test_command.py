@@ -1,7 +1,5 @@
 """The command `python -m models.server`: in this process, and in one where signals end it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

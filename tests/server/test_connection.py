@@ -1,7 +1,5 @@
 """Connections: their number, the time and the size of their heads, and what is not HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """`create_app` and `serve`: what they take of a program, and what they refuse."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

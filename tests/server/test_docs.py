@@ -1,7 +1,5 @@
 """docs/server.md: its examples run as they stand, but for the address and the name of the model."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

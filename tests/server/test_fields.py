@@ -1,7 +1,5 @@
 """Fields of a request: what they become, and which are refused; without a running server."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """The work of a request on streams that a test controls: its end, its time and its metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """A full queue, slow and absent clients, late requests; the end of the server and of its engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

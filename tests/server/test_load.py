@@ -1,7 +1,5 @@
 """Many clients at once; most of them misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

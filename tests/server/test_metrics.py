@@ -1,7 +1,5 @@
 """Every metric by value: of counters that a test chooses, and of requests to a server."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import fields
 

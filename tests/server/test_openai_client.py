@@ -1,7 +1,5 @@
 """The endpoints through OpenAI's own client."""
 
-from __future__ import annotations
-
 import pytest
 
 openai = pytest.importorskip("openai")

@@ -1,7 +1,5 @@
 """The page of the server in a headless Chromium."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

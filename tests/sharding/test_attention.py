@@ -11,12 +11,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.pages.sharding import kv_pool_sharding
 from tests.support import raw
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_configs import config_of
 from tests.support.devices import H200, mesh
 from tests.support.marks import slow
+from tests.support.page_layouts import call_in_layout
 from tests.support.placement import (
     BY_HEADS,
     BY_ROWS,
@@ -53,8 +55,9 @@ class Call:
     """An entry with arrays, and what it should give."""
 
     def __init__(
-        self, name, implementation, *, options=OPTIONS, num_kv_heads=8, per_tensor=None, **static
-    ):
+        self, name, implementation, *, options=OPTIONS, num_kv_heads=8, per_tensor=None,
+        kv_layout="HPND", **static,
+    ):  # fmt: skip
         """The oracle has the options, the entry alone what is static; per_tensor: int8 pages."""
         attention, case = CALLS[name]
         case = case.on(implementation)
@@ -71,17 +74,22 @@ class Call:
         self.options = options | ({"tree_mask": TREE} if name == "ragged" and options else {})
         static |= {key: x for key, x in self.options.items() if key in STATIC}
         rest = {key: x for key, x in self.options.items() if key not in STATIC}
-        self.arrays = named(attention, arrays) | rest
-        self.entry = partial(attention, implementation=implementation, return_lse=True, **static)
+        self.arrays, self.kv_layout = named(attention, arrays) | rest, kv_layout
+        self.arrays |= call_in_layout(kv_layout, arrays[:5] if name == "cascade" else arrays)
+        static |= dict(implementation=implementation, kv_layout=kv_layout, return_lse=True)
+        self.entry = partial(attention, **static)
 
     def __call__(self, arrays, **options):
         return self.entry(**arrays, **options)
 
-    def check(self, on, specs=BY_HEADS, *, result=None, moves=False):
-        """Run on a mesh: the results are right, and devices exchange nothing, but if `moves`."""
+    def check(self, on, specs=BY_HEADS, *, result=None):
+        """Run on a mesh: the results are right, and devices exchange nothing."""
+        if self.kv_layout != "HPND":
+            pages = kv_pool_sharding(on, kv_layout=self.kv_layout).spec
+            specs = specs | dict(k_pages=pages, v_pages=pages)
         placed = place(self.arrays, on, specs)
         compiled = jax.jit(self).lower(placed).compile()
-        assert collectives(compiled) == [] or moves
+        assert collectives(compiled) == []
         results = compiled(placed)
         self.assert_right(results)
         if result is not None:
@@ -92,33 +100,41 @@ class Call:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "kv_layout"),
     [
-        ("decode", AUTO),
-        ("ragged", EXPLICIT),
-        *slow([("decode", EXPLICIT), ("ragged", AUTO), ("cascade", AUTO), ("cascade", EXPLICIT)]),
+        ("decode", AUTO, "HPND"),
+        ("ragged", EXPLICIT, "NH2D"),
+        *slow([("decode", EXPLICIT, "2NHD"), ("ragged", AUTO, "HND")]),
+        *slow([("cascade", AUTO, "NHD"), ("cascade", EXPLICIT, "HPND")]),
     ],
     ids=str,
 )
-def test_each_device_attends_with_its_own_heads_and_every_option(implementation, name, kind):
-    call = Call(name, implementation)
+def test_each_device_attends_with_its_own_heads_and_every_option(
+    implementation, name, kind, kv_layout
+):
+    call = Call(name, implementation, kv_layout=kv_layout)
     call.check(mesh_2d(several().size, names=("tensor",), kind=kind), result=(None, "tensor"))
 
 
 @pytest.mark.parametrize(
-    ("name", "per_tensor", "kind"),
+    ("name", "per_tensor", "kind", "kv_layout"),
     [
-        ("decode", False, EXPLICIT),
-        ("ragged", True, AUTO),
-        *slow([("decode", True, AUTO), ("ragged", False, EXPLICIT)]),
+        ("decode", False, EXPLICIT, "NHD"),
+        ("ragged", True, AUTO, "HPND"),
+        *slow([("decode", True, AUTO, "HND"), ("decode", False, AUTO, "NH2D")]),
+        *slow([("ragged", False, EXPLICIT, "2NHD")]),
     ],
     ids=str,
 )
-def test_rows_of_int8_pages_by_number_and_flat_tables(implementation, name, per_tensor, kind):
+def test_rows_of_int8_pages_by_number_and_flat_tables(
+    implementation, name, per_tensor, kind, kv_layout
+):
     """The last row is not one; a config divides the work for the heads of a device."""
     config = config_of(implementation, ragged=name == "ragged")
     static = {"fixed_split_size": 64} if per_tensor else {"config": config}
-    call = Call(name, implementation, options={}, per_tensor=per_tensor, **static)
+    call = Call(
+        name, implementation, options={}, per_tensor=per_tensor, kv_layout=kv_layout, **static
+    )
     call.arrays["block_tables"] = call.arrays["block_tables"].reshape(-1)
     call.arrays["num_seqs"] = np.int32(3)
     call.meant[4][3:] = 0
@@ -131,15 +147,6 @@ def test_rows_of_int8_pages_by_number_and_flat_tables(implementation, name, per_
 
 def test_cascade_of_xla():
     Call("cascade", "xla").check(mesh_2d(2, names=("tensor",), kind=EXPLICIT))
-
-
-@pytest.mark.parametrize("num_kv_heads", [2, *slow([1])])
-def test_devices_share_the_query_heads_of_one_kv_head(implementation, num_kv_heads):
-    call = Call("decode", implementation, options={}, num_kv_heads=num_kv_heads)
-    on = mesh_2d(2, 2, names=("kv", "copy"))
-    pages = P("kv") if num_kv_heads == 2 else P()
-    q = P(None, ("kv", "copy"))
-    call.check(on, {"q": q, "k_pages": pages, "v_pages": pages}, moves=implementation == "xla")
 
 
 def test_replicated_queries_are_sharded_as_the_pages(implementation):

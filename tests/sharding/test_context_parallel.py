@@ -1,7 +1,5 @@
 """Pages of a row on several devices: as on one device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial
@@ -28,7 +26,6 @@ from tests.support.placement import mesh_2d
 from tests.support.quantized_cases import Quantized
 
 SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
-SCALES = ("k_scales", "v_scales")
 OPTIONS = dict(sinks=SINKS, soft_cap=1.5, sm_scale=-0.7)
 SHARD_HEADS = dict(shard_heads=True)
 SIZES = dict(num_layers=2, num_pages=40, num_kv_heads=2, page_size=4, head_dim=16)

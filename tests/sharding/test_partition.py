@@ -1,7 +1,5 @@
 """How calls are divided among devices: the sharded axes, the programs and how they are cached."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -22,8 +20,8 @@ from pallas_paged.attention import dispatch
 from pallas_paged.attention.partition import (
     KERNEL_CALLS,
     ShardingRule,
-    _axis_sharding,
-    _code_files,
+    axis_sharding,
+    code_files,
     on_each_device,
 )
 from tests.support import raw
@@ -53,7 +51,7 @@ def shapes_of(num_seqs=4, num_q_heads=16, num_kv_heads=8):
 def sharded_axes(rule, sizes, on=MESH, **specs):
     """The mesh axes of each axis for arrays with these specs, others replicated; V is as K."""
     specs.setdefault("v_pages", specs.get("k_pages", P()))
-    return _axis_sharding(
+    return axis_sharding(
         rule, shapes_of(**sizes), [specs.get(name, P()) for name in POSITIONAL], on
     )
 
@@ -154,7 +152,7 @@ def test_pages_that_would_be_gathered_are_refused(rule, specs, message):
     shapes = shapes_of() if rule is DECODE else FUSED_SHAPES
     specs = [P(), *specs, *[P()] * (len(shapes) - len(specs) - 1)]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        _axis_sharding(rule, shapes, specs, MESH)
+        axis_sharding(rule, shapes, specs, MESH)
     cure = "along the KV heads alone, as pallas_paged.pages.sharding.kv_pool_sharding does"
     assert cure in str(caught.value) or "between" in message
 
@@ -169,7 +167,7 @@ def test_a_rule_in_shardys_notation_shards_scales_as_pages():
     assert [axes[0] == "x" for axes in batched.inputs] == [True, False, False, True, False]
     assert batched.outputs == (("x", *Q),)
     assert batched.shardable_axes == (*DECODE.shardable_axes, "x")
-    found = _axis_sharding(FUSED, FUSED_SHAPES, [P(), P(None, None, "a"), HEADS, HEADS], MESH)
+    found = axis_sharding(FUSED, FUSED_SHAPES, [P(), P(None, None, "a"), HEADS, HEADS], MESH)
     assert found == {"num_kv_heads": ("a",), "num_q_heads": ("a",)}
 
 
@@ -238,7 +236,7 @@ def test_devices_compute_with_their_parts_and_gather_no_pages(
 
 def test_the_name_of_a_program_depends_on_the_code_of_kernels():
     """Programs are cached by their text, in which kernels are not."""
-    names = {"/".join(path.parts[-2:]) for path in _code_files()}
+    names = {"/".join(path.parts[-2:]) for path in code_files()}
     assert {"kernels/xla.py", "triton/decode.py", "attention/dispatch.py", "pages/pool.py"} <= names
 
 

@@ -1,4 +1,4 @@
-"""Pools of every layout on a mesh: each device makes, writes, copies and reads its own KV heads."""
+"""Pools of every layout on a mesh: each device makes, writes and copies its own KV heads."""
 
 import jax
 import numpy as np
@@ -9,17 +9,13 @@ from jax.sharding import PartitionSpec as P
 import pallas_paged as pp
 from pallas_paged.pages.sharding import kv_head_repeats, kv_pool_sharding
 from tests.support import raw
-from tests.support.attention_calls import assert_close
-from tests.support.attention_cases import Case
 from tests.support.devices import mesh
 from tests.support.kv_pools import copies_of, make_pool, pool_bytes
 from tests.support.lowering import named, pairwise
 from tests.support.marks import slow
-from tests.support.page_layouts import call_in_layout, layer_in_layout
+from tests.support.page_layouts import LAYOUTS, layer_in_layout
 from tests.support.placement import buffers, collectives, mesh_2d, several
-from tests.support.quantized_cases import Quantized
 
-LAYOUTS = ["HPND", "NHD", "HND", "2NHD", "NH2D"]  # that can be cut
 SIZES = dict(num_layers=1, num_kv_heads=8, num_pages=7, page_size=4, head_dim=16)
 STORED = {
     "bfloat16": dict(dtype="bfloat16"),
@@ -29,10 +25,6 @@ STORED = {
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 ROWS = pairwise(kv_layout=LAYOUTS, stored=list(STORED), kind=list(KINDS), sharded=[True, False])
 SLOTS = np.int32([0, 3, 9, 27, 28, -1])
-CASE = Case(
-    num_q_heads=16, num_kv_heads=8, head_dim=16, page_size=8, seq_lens=(13, 0, 5, 16),
-    pages_per_seq=2, q_lens=(3, 0, 5, 1), num_tokens=10,
-)  # fmt: skip
 
 
 def on_mesh(kind):
@@ -155,40 +147,6 @@ def test_types_on_an_explicit_mesh_say_which_heads_a_device_has(kv_layout, store
     for new, old in zip(jax.tree.leaves(layer), jax.tree.leaves(given), strict=True):
         assert new.sharding == jax.typeof(old).sharding
     assert [x.sharding.spec[:2] for x in results] == [(None, "tensor")] * 2
-
-
-def placed_call(kv_layout, arrays, on):
-    """The arrays of a call by name, queries and pages sharded over their heads."""
-    pages = kv_pool_sharding(on, kv_layout=kv_layout).spec
-    specs = {"q": P(None, "tensor"), "k_pages": pages, "v_pages": pages}
-    specs["k_scales"] = specs["v_scales"] = P(*pages[1:]) if kv_layout == "2NHD" else pages
-    call = call_in_layout(kv_layout, arrays)
-    shardings = {name: NamedSharding(on, specs.get(name, P())) for name in call}
-    return {
-        name: x if x is None else jax.device_put(x, shardings[name]) for name, x in call.items()
-    }
-
-
-OF_ATTENTION = pairwise(kv_layout=LAYOUTS[1:], dtype=["float32", "int8"], kind=list(KINDS))
-FEW = [dict(kv_layout="NH2D", dtype="float32", kind="Auto")]
-FEW += [dict(kv_layout="NHD", dtype="int8", kind="Explicit")]
-SLOW = slow(row for row in OF_ATTENTION if row not in FEW)
-
-
-@pytest.mark.parametrize("row", [*FEW, *SLOW], ids=named)
-def test_each_device_attends_with_its_own_heads(row, implementation):
-    case = CASE.on(implementation)
-    arrays = meant = case.make()
-    if row["dtype"] == "int8":
-        arrays, meant = Quantized(case=CASE, kv_dtype="int8").make()
-    placed = placed_call(row["kv_layout"], arrays, on_mesh(row["kind"]))
-    how = dict(kv_layout=row["kv_layout"], implementation=implementation, return_lse=True)
-    call = jax.jit(lambda arrays: raw.ragged_paged_attention(**arrays, **how))
-    compiled = call.lower(placed).compile()
-    assert collectives(compiled) == []
-    results = compiled(placed)
-    assert [tuple(x.sharding.spec)[:2] for x in results] == [(None, "tensor")] * 2
-    assert_close(results, meant, 1e-2)
 
 
 def test_no_device_ever_has_all_of_a_pool():

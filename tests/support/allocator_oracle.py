@@ -1,7 +1,5 @@
 """A page allocator of dicts and lists, written from the contract without the library."""
 
-from __future__ import annotations
-
 
 class AllocatorOracle:
     """Rows are lists of tokens and of page names; a page name is never used twice.

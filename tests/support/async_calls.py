@@ -1,7 +1,5 @@
 """Clients of `AsyncEngine`, and a gate that holds its thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterable, Sequence
 from typing import Any

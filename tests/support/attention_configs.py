@@ -1,7 +1,5 @@
 """Configs of attention, for small cases."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pallas_paged as pp

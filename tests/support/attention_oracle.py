@@ -1,7 +1,5 @@
 """Float64 NumPy attention over pages, row by row. It does not import the library."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

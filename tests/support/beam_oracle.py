@@ -1,7 +1,5 @@
 """Beam search by brute force, written from the contract without the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Random weights of what a decoder does between two attentions."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +14,14 @@ def shapes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, tupl
         "out_norm": (size,),
     }
     return {name: shape for name, shape in shapes.items() if out or name != "qkv"}
+
+
+def weights_of(*sizes: int, dtype=jnp.bfloat16) -> dict[str, np.ndarray]:
+    """The weights of a block; those of norms are near 1."""
+    found = {
+        name: draw(i, *s, dtype=dtype) for i, (name, s) in enumerate(shapes_of(*sizes).items())
+    }
+    return {name: x if x.ndim > 1 else 1 + x / 8 for name, x in found.items()}
 
 
 def draw(seed: int, *shape: int, scale: float | None = None, dtype=jnp.bfloat16) -> np.ndarray:

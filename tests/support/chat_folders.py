@@ -3,8 +3,6 @@
 The templates use what those of published models use: see the comment at the head of each.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What of a checkpoint is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

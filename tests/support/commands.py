@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
-# Every number of slots, tokens or pages has programs of its own. 4 whole contexts have 16 pages.
+# Every number of slots, tokens or pages has programs of its own. 4 full contexts have 16 pages.
 SIZES = ["--max-num-seqs=4", "--max-num-batched-tokens=32", "--num-pages=12", "--max-model-len=64"]
 # Lines on stderr before the work and during it; others are the library's log and the summary.
 PHASES = ("importing JAX ...", "loading ", "compiling ")

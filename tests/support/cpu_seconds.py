@@ -1,7 +1,5 @@
 """Counts the CPU seconds of a run, orders its files by those on record, and checks a budget."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

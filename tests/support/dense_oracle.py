@@ -1,7 +1,5 @@
 """A tiny decoder of `models/`, and its generation without a cache."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -32,7 +30,7 @@ def tiny_model(config: ModelConfig = CONFIG) -> Decoder:
 
 
 def positions_of(tokens: np.ndarray) -> np.ndarray:
-    """Positions of tokens i32[..., T] that are whole sequences."""
+    """Positions of tokens i32[..., T] that are complete sequences."""
     return np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
 
 

@@ -1,7 +1,5 @@
 """Devices: those that tests without a GPU compile for, and what the device of this machine runs."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Engines of one model and one set of sizes, which share compiled steps; runs that end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -208,7 +206,7 @@ def assert_copies_no_pool(compiled: Any, pool: KVPool) -> None:
     """A compiled step updates a pool of `MANY_PAGES` pages in place."""
     memory = compiled.memory_analysis()
     pages = pool.layers[0].k_pages
-    # Less than half of one layer's K: the rest is workspace, of which cuBLAS takes 32 MiB.
+    # Less than half of one layer's K: the rest is workspace; cuBLAS takes 32 MiB.
     assert memory.temp_size_in_bytes < pages.size * pages.dtype.itemsize / 2, memory
     assert memory.alias_size_in_bytes > pool_bytes(pool)
     element = {"float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[pages.dtype.name]

@@ -1,7 +1,5 @@
 """Event loops for tests that are coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine

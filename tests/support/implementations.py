@@ -3,8 +3,6 @@
 `python -m tests.support.implementations` writes it into the page.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence

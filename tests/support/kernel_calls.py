@@ -4,8 +4,6 @@ Families are those that the library names, so a new one is in the list by itself
 what it can't do with NotImplementedError when a call is traced.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -34,6 +32,7 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from tests.support import raw
 from tests.support.attention_cases import Case, SharedPrefixes
+from tests.support.block_weights import draw, weights_of
 from tests.support.placement import named
 from tests.support.quantized_cases import Quantized
 from tests.support.sampling_rows import metadata
@@ -118,7 +117,8 @@ def kernel_calls() -> list[KernelCall]:
         make = partial(_block_arrays, rows)
         add(BlockImplementation, name, _between_attentions, make)
     add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
-    add(Literal["triton"], "decode and write", _write_and_attend, _decode_and_write_arrays)
+    make = partial(decode_and_write_arrays, *DECODE.seq_lens, head_dim=DECODE.head_dim)
+    add(Literal["triton"], "decode and write", _write_and_attend, make)
     return found
 
 
@@ -207,22 +207,10 @@ def _between_attentions(
 
 
 def _block_arrays(num_rows: int) -> tuple[Any, ...]:
-    rng = np.random.default_rng(5)
-
-    def normal(*shape: int) -> Any:
-        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(jnp.bfloat16)
-
-    size, hidden_size = 512, 1024
-    attended_size = 256 if num_rows == 1 else 512  # clusters of 4 programs need multiples of 512
-    weights = BlockWeights(
-        o=normal(size, attended_size),
-        mlp_norm=normal(size),
-        gate_up=normal(hidden_size, 2, size),
-        down=normal(size, hidden_size),
-        out_norm=normal(size),
-        qkv=normal(256, size),
-    )
-    return normal(num_rows, attended_size), normal(num_rows, size), weights
+    size, attended = 512, 256 if num_rows == 1 else 512  # clusters of 4 programs need 512
+    weights = BlockWeights(**weights_of(attended, size, 1024, 256))
+    inputs = (draw(i, num_rows, n, scale=n**-0.5) for i, n in ((10, attended), (11, size)))
+    return *inputs, weights
 
 
 def _attention_and_between(
@@ -254,15 +242,17 @@ def _write_and_attend(
     return out.reshape(len(qkv), -1), layer
 
 
-def _decode_and_write_arrays() -> tuple[Any, ...]:
-    _, k, v, table, lens = DECODE.make()
-    rng = np.random.default_rng(6)
-    lens = np.asarray(lens)
+def decode_and_write_arrays(*seq_lens: int, head_dim: int = 64) -> tuple[Any, ...]:
+    """Pages, the fused product of the newest tokens, their slots, tables, lengths, rotation."""
+    rng, lens, page_size, pages_per_seq = np.random.default_rng(6), np.int32(seq_lens), 16, 13
+    num_pages = len(lens) * pages_per_seq
+    shape = 2, num_pages, page_size, head_dim
+    k, v = (rng.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2))
+    table = rng.permutation(num_pages).reshape(-1, pages_per_seq).astype(np.int32)
     last = np.maximum(lens - 1, 0)
-    pages = np.asarray(table)[np.arange(len(lens)), last // DECODE.page_size]
-    slots = np.where(lens > 0, pages * DECODE.page_size + last % DECODE.page_size, -1)
-    qkv = rng.standard_normal((len(lens), 2, 6, 128)).astype(jnp.bfloat16)
-    angles = rng.standard_normal((len(lens), 64)).astype(np.float32)
-    k, v = (jnp.nan_to_num(x, posinf=0, neginf=0) for x in (k, v))
+    slots = table[np.arange(len(lens)), last // page_size] * page_size + last % page_size
+    slots = np.where(lens > 0, slots, -1).astype(np.int32)
+    qkv = rng.standard_normal((len(lens), 2, 3 + 2, head_dim)).astype(jnp.bfloat16)
+    angles = rng.uniform(0, 6, (len(lens), head_dim // 2)).astype(np.float32)
     layer = pp.LayerKV(k, v, kv_layout="HPND")
-    return layer, qkv, slots.astype(np.int32), table, lens, (np.cos(angles), np.sin(angles))
+    return layer, qkv, slots, table, lens, (np.cos(angles), np.sin(angles))

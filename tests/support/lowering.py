@@ -1,7 +1,5 @@
 """Tests that lower many combinations of options for a GPU."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,12 +1,11 @@
 """Marks of tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import jax
 import pytest
 
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import without_triton
 
 
@@ -19,8 +18,9 @@ def _gpu_memory() -> int:
 needs_triton = pytest.mark.skipif(
     without_triton.is_hidden(), reason="of the Triton kernels, which this run hides"
 )
-
-
+needs_mosaic = pytest.mark.skipif(
+    mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
+)
 needs_large_gpu = pytest.mark.skipif(
     _gpu_memory() < 24 << 30, reason="needs a GPU with 24 GiB for this process: -n0"
 )

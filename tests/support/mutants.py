@@ -9,8 +9,6 @@ which are a part of the default run, until one fails. A mutant that survives eit
 that a caller could see, or shows a test that is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

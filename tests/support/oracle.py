@@ -1,6 +1,4 @@
-"""Generation without a cache: the model runs on the whole text for every token."""
-
-from __future__ import annotations
+"""Generation without a cache: the model runs on the text so far for every token."""
 
 from collections.abc import Sequence
 from typing import Any

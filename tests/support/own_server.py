@@ -4,8 +4,6 @@ Imports nothing of the checkout, so that .ci/wheel can run it beside the install
 `python own_server.py docs/server.md FOLDER`, with plain_model.py in the folder.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pages in other layouts, by transposes in NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

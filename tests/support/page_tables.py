@@ -1,7 +1,5 @@
 """Small page tables and the functions over them: jitted, strict about types, results in NumPy."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

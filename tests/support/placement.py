@@ -1,7 +1,5 @@
 """The arrays of attention on a mesh, and the collectives of a compiled program."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,7 +21,7 @@ NAMES = {
     raw.ragged_paged_attention: (*POSITIONAL, "cu_q_lens"),
     raw.cascade_attention: (*POSITIONAL, "prefix_lens", "cu_group_sizes"),
 }
-# Along heads; everything else is whole.
+# Along heads; everything else is replicated.
 BY_HEADS = dict.fromkeys(("k_pages", "v_pages", "alibi_slopes", "sinks"), P("tensor"))
 BY_HEADS["q"] = P(None, "tensor")
 # Rows too, of a mesh with another axis.
@@ -44,11 +42,12 @@ def several(most: int = 4) -> Mesh:
 def place(
     arrays: Mapping[str, Any], on: Mesh, specs: Mapping[str, P] = BY_HEADS
 ) -> dict[str, jax.Array]:
-    """Named arrays on a mesh; scales are cut as pages are, unless there is one for all."""
+    """Named arrays on a mesh; scales are sharded as pages are, unless there is one for all."""
 
     def spec(name: str, x: Any) -> P:
-        if name in ("k_scales", "v_scales"):
-            return specs["k_pages"] if np.ndim(x) else P()
+        if name in ("k_scales", "v_scales") and np.ndim(x):
+            first = arrays["k_pages"].ndim - np.ndim(x) - 1  # K and V may be an axis of pages
+            return P(*specs["k_pages"][first:])
         return specs.get(name, P())
 
     return {name: jax.device_put(x, NamedSharding(on, spec(name, x))) for name, x in arrays.items()}

@@ -1,7 +1,5 @@
 """A transformer in plain JAX: the weights are a dict, the model is functions of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax
@@ -106,7 +104,7 @@ def dense_logits(model, params, tokens, padding=0):
 
 
 def greedy_tokens(model, params, prompt, num_tokens):
-    """Return the next tokens of a prompt; each comes from the whole text before it."""
+    """Return the next tokens of a prompt; each comes from all tokens before it."""
     end = len(prompt) + num_tokens
     tokens = np.zeros(model.max_model_len, np.int32)
     tokens[: len(prompt)] = prompt

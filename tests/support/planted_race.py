@@ -1,7 +1,5 @@
 """Mosaic kernels of two warpgroups with a race, or without it, for tests of race detectors."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

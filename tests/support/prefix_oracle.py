@@ -1,7 +1,5 @@
 """A prefix cache by brute force, written from the contract without the library."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -9,7 +7,7 @@ Prefix = tuple[int, ...]
 
 
 class PrefixOracle:
-    """Maps whole prefixes to their last page; a lease is a list of prefixes."""
+    """Maps prefixes to their last page; a lease is a list of prefixes."""
 
     def __init__(self, *, page_size: int, hash_page: Callable[[int, Prefix], int]):
         self.page_size = page_size

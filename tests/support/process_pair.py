@@ -6,8 +6,6 @@ has served; that goes on until the test kills a process. With a fourth argument 
 anything.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any
@@ -87,10 +85,10 @@ def share_read(folder: str) -> float:
     mesh = Mesh(np.array(jax.devices()), ("tensor",), axis_types=(AxisType.Auto,))
     with recorded_reads() as shares:
         decoder, _ = load_checkpoint(folder, mesh=mesh)
-    whole, _ = load_checkpoint(folder)
-    leaves = (jax.tree.leaves(nnx.state(each)) for each in (decoder, whole))
-    for cut, expected in zip(*leaves, strict=True):
-        (shard,) = cut.addressable_shards
+    alone, _ = load_checkpoint(folder)
+    leaves = (jax.tree.leaves(nnx.state(each)) for each in (decoder, alone))
+    for sharded, expected in zip(*leaves, strict=True):
+        (shard,) = sharded.addressable_shards
         np.testing.assert_array_equal(shard.data, np.asarray(expected)[shard.index])
     return max(sum(parts) for name, parts in shares.items() if "norm" not in name)
 

@@ -5,8 +5,6 @@ order of constants. `python -m tests.support.programs` writes the digests of thi
 `tests/kernels/goldens`: run it after a deliberate change of kernels, and commit the result.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

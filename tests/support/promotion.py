@@ -1,7 +1,5 @@
 """JAX's strict promotion rules, which a program that uses the library may set."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Oracles and cases have arrays; a layer wraps them here. A name of an implementat
 "_interpret".
 """
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

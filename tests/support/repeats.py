@@ -1,7 +1,5 @@
 """A call of a kernel many times on the device, in one program: do its bits repeat?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of ragged paged attention "v3", and the caches that they are made on."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

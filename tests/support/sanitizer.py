@@ -8,8 +8,6 @@ tools take one after another and only run it. A process ends after a call that f
 may be the end of its CUDA context, and another one goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -133,7 +131,7 @@ def compile_calls(folder: Path, names: Sequence[str]) -> None:
             found = f"failed: {_last_line(e)}"
         part = folder / f"part{os.getpid()}"
         part.write_bytes(pickle.dumps(found))
-        part.rename(folder / name)  # whole at once
+        part.rename(folder / name)  # all at once
 
 
 def run_calls(folder: Path, tool: str, names: Sequence[str]) -> None:

@@ -2,10 +2,8 @@
 
 It needs the CUDA plugin of JAX and NVIDIA's compilers as wheels: the extra "sass" of the project.
 `JAX_PLATFORMS=cpu python -m tests.support.sass` prints the registers, spills and shared memory of
-every kernel, some of which bench/notes/compilers.md has.
+every kernel; bench/notes/compilers.md has some of them.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import importlib.util

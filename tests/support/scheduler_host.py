@@ -1,7 +1,5 @@
 """The host side of the engine without a device: schedules run on an allocator of lists."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,7 +191,7 @@ class Host:
         return _Call(scheduled, sampled, pages, self.table.num_free, page_balance, self.num_frees)
 
     def _check_prefixes(self) -> None:
-        """A page that several rows hold, or one attaches, has the K/V of one whole prefix."""
+        """A page that several rows hold, or one attaches, has the K/V of one prefix."""
         for pages, tokens in zip(self.table.pages, self.table.tokens, strict=True):
             for block, page in enumerate(pages[: len(tokens) // PAGE_SIZE]):
                 if page is not None:

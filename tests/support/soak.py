@@ -1,7 +1,5 @@
 """A storm of requests on an engine with a small pool: each gets what it gets alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache

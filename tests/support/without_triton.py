@@ -1,7 +1,5 @@
 """Hides the Triton lowering of Pallas, as in a JAX that has none. Import before JAX is used."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 HIDDEN = ("jax.experimental.pallas.triton", "jax._src.pallas.triton")
-# Hides Triton from a whole run of the tests, see conftest.py.
+# Hides Triton from a run of the tests, see conftest.py.
 VARIABLE = "TESTS_WITHOUT_TRITON"
 
 

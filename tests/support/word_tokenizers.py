@@ -1,7 +1,5 @@
 """A tokenizer of words and bytes like that of Llama 2."""
 
-from __future__ import annotations
-
 import tokenizers
 from tokenizers import decoders, models, normalizers
 

@@ -38,7 +38,7 @@ class WorkItem:
     partial: jax.Array
 
 
-def _row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
+def row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
     """Return the row that a work unit belongs to: the number of rows that end at or before it.
 
     Every load that depends on another load is a wait, so a step of the search loads the ends of
@@ -111,6 +111,6 @@ def for_each_work_item(
         hi = jnp.where(next_unit < stop, following.hi, following.lo)
         return *after, body(item, dataclasses.replace(following, hi=hi), carry)
 
-    first_row = _row_of_unit(start, unit_ends_ref)
+    first_row = row_of_unit(start, unit_ends_ref)
     state = first_row, start, lengths_of(first_row), carry
     return lax.while_loop(lambda state: state[1] < stop, next_item, state)[-1]

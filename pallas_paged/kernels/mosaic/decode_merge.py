@@ -27,7 +27,7 @@ from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.softmax_state import State, finish, scale
 
-_MAX_STATES_PER_STEP = 48  # each takes two registers
+MAX_STATES_PER_STEP = 48  # each takes two registers
 
 
 def _heads_layout(num_heads: int, head_dim: int) -> Any:
@@ -158,13 +158,13 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int)
     # Under a fixed split size the order of the sums must not depend on the batch.
     block_s = 8
     if plan.fixed_split_size is None:
-        block_s = pl.cdiv(span, pl.cdiv(span, _MAX_STATES_PER_STEP))
+        block_s = pl.cdiv(span, pl.cdiv(span, MAX_STATES_PER_STEP))
     block_h = 1
     # A program takes longer to start than to merge a head, so with many rows it gets several.
     while (
         num_q_heads % (2 * block_h) == 0
         and num_seqs * num_q_heads > 512 * block_h
-        and 2 * block_h * block_s <= _MAX_STATES_PER_STEP
+        and 2 * block_h * block_s <= MAX_STATES_PER_STEP
     ):
         block_h *= 2
     return block_s, block_h

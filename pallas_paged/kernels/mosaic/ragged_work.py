@@ -56,7 +56,7 @@ def unpack(kind: type[_Descriptor], ref: Any, index: Any) -> _Descriptor:
     return kind(**{name: ref[index, i] for i, name in enumerate(fields_of(kind))})
 
 
-def _pack(plan: Plan, head_tiles: int, *, words: int = DESCRIPTOR_WORDS) -> PackedPlan:
+def pack_plan(plan: Plan, head_tiles: int, *, words: int = DESCRIPTOR_WORDS) -> PackedPlan:
     """Return the descriptors of a plan, packed to `words` i32, and the count of work tiles."""
     *of_tile, _ = names = fields_of(WorkDescriptor)
     work = jnp.stack([*(getattr(plan.items, name) for name in of_tile), plan.partial], axis=1)
@@ -76,12 +76,12 @@ def packed_plan(
     words: int = DESCRIPTOR_WORDS,
     interpret: bool,
 ) -> PackedPlan:
-    """Return the plan of a call as `_pack` does, made by a kernel where there is one."""
+    """Return the plan of a call as `pack_plan` does, made by a kernel where there is one."""
     lens = arrays.seq_lens, arrays.cu_q_lens
     if arrays.q_positions is None and can_plan(shape) and not interpret:
         types = packed_types(shape, words)
         return plan_by_kernel(*lens, types, shape, count_factor=head_tiles, interpret=False)
-    return _pack(make_plan(*lens, arrays.q_positions, shape), head_tiles, words=words)
+    return pack_plan(make_plan(*lens, arrays.q_positions, shape), head_tiles, words=words)
 
 
 def tree_bits(tree_mask: jax.Array) -> jax.Array:

@@ -34,11 +34,11 @@ from pallas_paged.pages.prefix_sums import prefix_sums
 
 # A row is converted if its queries fill more tiles. The copies of a block are written and read
 # again, and the converter's time for it is saved once per tile.
-_MIN_TILES = 4
+MIN_TILES = 4
 # A call is left to the converter if it has fewer: one more kernel takes as long as it saves.
-_MIN_LOGITS = 2**26
+MIN_LOGITS = 2**26
 # Of a scratch pool, in device memory: 131072 tokens of 8 KV heads of 128.
-_MOST_BYTES = 2**29
+MOST_BYTES = 2**29
 
 _PROGRAMS = 8  # of the kernel, for each program of the attention kernel
 _NONE = -(2**30)  # first block of a row that is not converted
@@ -125,16 +125,16 @@ class _Blocks:
 def _num_blocks(arrays: Arrays, config: MosaicSm90RaggedConfig) -> int:
     """Return the blocks for which the scratch pool of a call has room; 0 for no pool."""
     num_tokens, num_q_heads, _ = arrays.q.shape
-    if num_tokens * num_q_heads * arrays.max_kv_len < _MIN_LOGITS:
+    if num_tokens * num_q_heads * arrays.max_kv_len < MIN_LOGITS:
         return 0
     num_rows = min(arrays.num_seqs, num_tokens // (_few_queries(arrays, config) + 1))
     bytes_of_block = 4 * arrays.num_kv_heads * config.block_k * arrays.head_dim
-    return min(num_rows * -(-arrays.max_kv_len // config.block_k), _MOST_BYTES // bytes_of_block)
+    return min(num_rows * -(-arrays.max_kv_len // config.block_k), MOST_BYTES // bytes_of_block)
 
 
 def _few_queries(arrays: Arrays, config: MosaicSm90RaggedConfig) -> int:
     """Return the most query tokens of a row that is left to the converter."""
-    return _MIN_TILES * config.block_q // arrays.group
+    return MIN_TILES * config.block_q // arrays.group
 
 
 def convert_rows(

@@ -1,7 +1,5 @@
 """The Mosaic GPU kernels on a Hopper GPU, at real sizes: races, ordering and memory."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

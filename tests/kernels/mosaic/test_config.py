@@ -61,12 +61,6 @@ def test_a_config_is_validated_when_built(good, change, message):
         dataclasses.replace(good, **change)
 
 
-def test_every_allowed_block_and_stage_count_is_accepted():
-    for block_k, num_stages in itertools.product((64, 128, 192, 256), range(2, 9)):
-        new = dict(block_k=block_k, num_stages=num_stages, fixed_split_size=2 * block_k)
-        assert dataclasses.replace(RAGGED, **new).fixed_split_size == 2 * block_k
-
-
 def test_shared_memory_is_the_sum_of_the_tiles():
     kb = 1024
     size = dict(head_dim=128)

@@ -1,7 +1,5 @@
 """The merge of the Mosaic decode kernels and the search for a work unit's row, interpreted."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -17,8 +15,8 @@ from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import decode_merge
-from pallas_paged.kernels.mosaic.decode_items import _row_of_unit
-from pallas_paged.kernels.mosaic.decode_merge import _MAX_STATES_PER_STEP, block_sizes, merge_decode
+from pallas_paged.kernels.mosaic.decode_items import row_of_unit
+from pallas_paged.kernels.mosaic.decode_merge import MAX_STATES_PER_STEP, block_sizes, merge_decode
 from tests.support.marks import slow
 
 
@@ -27,7 +25,7 @@ def test_the_row_of_a_unit(num_seqs):
     ends = np.cumsum(np.random.default_rng(num_seqs).integers(0, 3, num_seqs)).astype(np.int32)
     ends[-1] += 1
     units = np.arange(ends[-1], dtype=np.int32)
-    rows = jax.jit(jax.vmap(_row_of_unit, in_axes=(0, None)))(units, ends)
+    rows = jax.jit(jax.vmap(row_of_unit, in_axes=(0, None)))(units, ends)
     np.testing.assert_array_equal(rows, np.searchsorted(ends, units, side="right"))
 
 
@@ -37,7 +35,7 @@ def plan_of(num_programs, fixed_split_size=None):
     return DecodePlan(options=options, block_k=64, fixed_split_size=fixed_split_size, **sizes)
 
 
-MANY = 2 * _MAX_STATES_PER_STEP + 4  # states of a row, which take several steps
+MANY = 2 * MAX_STATES_PER_STEP + 4  # states of a row, which take several steps
 ROWS = [4, 4, 9]  # where the units of three rows end; one row has none
 
 
@@ -106,5 +104,5 @@ def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
         span = num_programs // num_seqs + 1
         block_s, block_h = block_sizes(plan_of(num_programs, split_size), span=span, **sizes)
         assert num_q_heads % block_h == 0
-        assert block_s * block_h <= _MAX_STATES_PER_STEP
+        assert block_s * block_h <= MAX_STATES_PER_STEP
         assert split_size is None or block_s == 8

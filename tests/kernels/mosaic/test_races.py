@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() == "gpu", reason="the interpreter is for CPUs"),
 ]
 
-# Several programs, of which some share a row; both stages of a ring are used again.
+# Several programs; some share a row; both stages of a ring are used again.
 DECODE = mosaic_case(seq_lens=(150, 0, 70), pages_per_seq=16, num_kv_heads=1)
 RAGGED = dataclasses.replace(DECODE, q_lens=(20, 0, 3))
 PREFIXES = SharedPrefixes(

@@ -1,4 +1,4 @@
-"""Rows that one program has as a whole: the decode kernel writes their results, not the merge."""
+"""Rows that are not split: the decode kernel writes their results, not the merge."""
 
 import dataclasses
 
@@ -59,9 +59,9 @@ def test_the_kernel_has_the_results_of_rows_that_are_not_split(dtype, options):
         call, arrays, made = decode(lens, 4, case, **options)
         run = run or jax.jit(call)
         states, (out, lse), count = jax.device_get(run(arrays))
-        whole = (np.array(lens) > 0) & ~np.array(split, bool)
+        unsplit = (np.array(lens) > 0) & ~np.array(split, bool)
         if not options:
-            np.testing.assert_array_equal(count == 1, whole, name)
+            np.testing.assert_array_equal(count == 1, unsplit, name)
         assert states.results[0].dtype == arrays.q.dtype
         for result, merged in zip(states.results, (out, lse), strict=True):
             np.testing.assert_array_equal(result[count == 1], merged[count == 1], name)

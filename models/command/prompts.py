@@ -110,8 +110,8 @@ class JobMaker:
         else:
             raise ValueError(f"{prompt=} must be a text or a list of token ids")
         options = {"seed": (self._base_seed + index) % 2**32} | dict(self._options) | own
-        if options.get("beam_width"):  # beams sample nothing
-            defaults = {}
+        if options.get("beam_width"):  # beams draw nothing, and can't have stop texts
+            defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
         max_tokens = max(1, min(MAX_TOKENS, self._room - len(token_ids)))
         params = SamplingParams(**{"max_tokens": max_tokens} | with_temperature(defaults) | options)
         return Job(

@@ -183,8 +183,9 @@ def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
     stops = {"stop_strings": ["\n\n"]}  # of chats
     (copy / "generation_config.json").write_text(json.dumps(defaults | stops))
     (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (copy / "tokenizer_config.json").write_text('{"eos_token": "z"}')
     one, chat = {"prompt": "x", "max_tokens": 1}, {"messages": [{"role": "user", "content": "x"}]}
-    objects = [one, one | {"top_p": 0.7, "temperature": None}, chat, one | {"beam_width": 2}]
+    objects = [one, one | {"top_p": 0.7, "temperature": None}, chat, chat | {"beam_width": 2}]
     _, _, err = serve(objects, "--checkpoint", str(copy), "--top-k", "3")
     serve([one, one | {"stop": []}, one | {"stop": "y"}], "--stop", "x")
     found = [params for params, _ in submitted]
@@ -193,6 +194,7 @@ def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
     for params in found[:3]:
         assert (params.temperature, params.top_k, params.repetition_penalty) == (0.3, 3, 1.5)
     assert found[3].repetition_penalty == 1.0
+    assert [params.stop_token_ids for params in found[1:4]] == [(), (ord("z"),), (ord("z"),)]
     printed = "temperature=0.3, top_k=9, top_p=0.5, repetition_penalty=1.5"
     assert err.startswith(f"defaults of the checkpoint: {printed}\n")
 

@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.command.prompts import Job, JobMaker
 from models.decoder import engine_config, engine_model, load_checkpoint
-from models.text import Tokenizer
+from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
     CompletionOutput,
     Engine,
@@ -60,6 +60,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     parallel = EngineConfig(**sizes)
     places = placements(parallel.tensor_parallel, parallel.data_parallel, None)
     base_seed = options.pop("seed", secrets.randbits(32))
+    if args.chat_template is not None:  # an error even where no prompt has messages
+        read_chat_template(args.checkpoint, file=args.chat_template)
 
     print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)

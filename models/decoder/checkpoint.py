@@ -167,6 +167,9 @@ def _open_tensors(folder: Path) -> dict[str, _Tensor]:
         named = isinstance(weight_map, dict) and list(weight_map.values())
         if not named or not all(isinstance(file, str) for file in named):
             raise CheckpointError(f"{folder / _INDEX}: expected weight_map, from names to files")
+        for file in named:
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise CheckpointError(f"{folder / _INDEX}: {file=} must be inside the folder")
         files = sorted(set(named))
     else:
         raise CheckpointError(f"{folder}: neither {_WEIGHTS} nor {_INDEX} found")

@@ -213,6 +213,14 @@ def test_tensors_that_config_json_asks_for_must_be_there(folder, monkeypatch):
         ("model.safetensors.index.json", None, r"neither model\.safetensors nor model\.saf"),
         ("model.safetensors.index.json", "{}", r"index\.json: expected .*weight_map"),
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "expected weight_map"),
+        *(
+            (
+                "model.safetensors.index.json",
+                f'{{"weight_map": {{"a": "x", "b": "{file}"}}}}',
+                f"index.json: file='{file}' must be inside the folder",
+            )
+            for file in ("../other/x", "sub/../../x", "/etc/passwd")
+        ),
         ("model-00002-of-00002.safetensors", None, r"00002\.safetensors: missing, though"),
         ("model-00001-of-00002.safetensors", "short", r"00001-of-00002\.safetensors: "),
     ],

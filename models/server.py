@@ -9,10 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from models.command.main import add_engine_options, add_model_options
+from models.command.options import (
+    add_engine_options,
+    add_model_options,
+    add_template_option,
+    status_of,
+)
 
 _API_KEY = "PALLAS_PAGED_API_KEY"
 PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
@@ -68,23 +72,18 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; errors of its user are one line on stderr."""
     args = _parser().parse_args(argv)
-    try:
-        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-            raise ValueError(f"{', '.join(missing)} not found: install the extra [models]")
-        signals = Signals()
-        print("importing JAX ...", file=sys.stderr, flush=True)
-        from models.command.serve import serve
+    return status_of(lambda: _run(args))
 
-        serve(args, _api_keys(args), signals.call)
-        return 0
-    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
-        print("error:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+
+def _run(args: argparse.Namespace) -> int:
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{', '.join(missing)} not found: install the extra [models]")
+    signals = Signals()
+    print("importing JAX ...", file=sys.stderr, flush=True)
+    from models.command.serve import serve
+
+    serve(args, _api_keys(args), signals.call)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,12 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="that the header Host must have; repeatable (any)",
     )
-    add(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template for chats (the checkpoint's)",
-    )
+    add_template_option(server)
     add(
         "--warmup",
         choices=("none", "default", "all"),

@@ -77,9 +77,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     bar = tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True)
     with bar, logging_redirect_tqdm():
         output = _Output(bar, as_json=as_json)
-        maker = JobMaker(
-            args, model.config, tokenizer, room=room, options=options, base_seed=base_seed
-        )
+        maker = JobMaker(args, model, tokenizer, room=room, options=options, base_seed=base_seed)
         print_defaults(maker.defaults)
         jobs = []
         for index, (entry, is_object) in enumerate(entries):
@@ -255,13 +253,8 @@ def _record(job: Job, request: Request) -> dict[str, Any]:
 
 
 def _completion(completion: CompletionOutput) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "index": completion.index,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
+    record: dict[str, Any] = {name: getattr(completion, name) for name in names}
     if completion.cumulative_logprob is not None:
         record["cumulative_logprob"] = _finite(completion.cumulative_logprob)
     if completion.logprobs is not None:

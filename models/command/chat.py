@@ -52,7 +52,7 @@ def chat(args: argparse.Namespace) -> None:
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder, max_model_len=args.max_model_len)
-    defaults = chat_defaults(args.checkpoint, model.config, tokenizer, template)
+    defaults = chat_defaults(args.checkpoint, model, tokenizer, template)
     print_defaults(defaults)
     engine = Engine(model, weights, config=config, tokenizer=tokenizer)
     conversation = _Conversation(

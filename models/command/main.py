@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from models.command.ctrl_c import exit_on_ctrl_c
+from models.command.options import (
+    add_engine_options,
+    add_model_options,
+    add_options,
+    add_template_option,
+    status_of,
+)
 
-DEFAULT_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "shakespeare"
 # Options that are fields of `SamplingParams`: name, type, help.
 _SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("n", int, "completions of each prompt (1)"),
@@ -29,20 +35,6 @@ _SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("frequency_penalty", float, "for each time that a token was generated, -2 to 2"),
     ("repetition_penalty", float, "for tokens of the prompt and the completion (1)"),
     ("logprobs", int, "print the log-probabilities of each token and of the N best (JSON)"),
-)
-_ENGINE_OPTIONS = (  # and of `EngineConfig`
-    ("page_size", int, "tokens a page (16)"),
-    ("num_pages", int, "of the pool (for sequences of full length, if they fit)"),
-    (
-        "max_model_len",
-        int,
-        "tokens of a sequence, prompt included (the model's; with linear or dynamic rotary scaling"
-        " more is possible)",
-    ),
-    ("max_num_seqs", int, "sequences that run at a time (64)"),
-    ("max_num_batched_tokens", int, "tokens of a step, more than --max-num-seqs (2048)"),
-    ("tensor_parallel", int, "devices that share the model and its pool (1)"),
-    ("data_parallel", int, "copies of the model, each on devices of its own (1)"),
 )
 _NOT_IN_CHATS = ("prompt", "prompts_file", "json", "n", "best_of", "beam_width", "logprobs")
 _EPILOG = """\
@@ -83,48 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; errors of its user are one line on stderr."""
     if sys.stderr is None:  # closed: without this, messages would go to the standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        args = _parser().parse_args(argv)
-        if sys.stdout is None:
-            raise ValueError("the standard output is closed")
-        lines = _read_lines(args)
-        print("importing JAX ...", file=sys.stderr, flush=True)
-        if args.chat:
-            from models.command.chat import chat
-
-            chat(args)
-            return 0
-        from models.command.batch import serve
-
-        status = 0 if serve(args, lines) else 1
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        _discard_output()
-        return 141
-    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
-        return _fail(error)
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _fail(error)
+    return status_of(lambda: _run(argv))
 
 
-def _fail(error: Exception) -> int:
-    text = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror is not None:
-        text = f"{error.filename or 'standard output'}: {error.strerror}"
-        if error.filename is None:
-            _discard_output()
-    print("error:", " ".join(text.split()), file=sys.stderr)
-    return 2
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    if sys.stdout is None:
+        raise ValueError("the standard output is closed")
+    lines = _read_lines(args)
+    print("importing JAX ...", file=sys.stderr, flush=True)
+    if args.chat:
+        from models.command.chat import chat
 
+        chat(args)
+        return 0
+    from models.command.batch import serve
 
-def _discard_output() -> None:
-    """Keep Python's last flush from failing again where the output can't be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    status = 0 if serve(args, lines) else 1
+    sys.stdout.flush()
+    return status
 
 
 def _read_lines(args: argparse.Namespace) -> list[str]:
@@ -184,12 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         "--chat", action="store_true", help="talk with an instruct checkpoint; see below"
     )
     prompts.add_argument("--system", metavar="TEXT", help="system message of --chat")
-    prompts.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template for chats (the checkpoint's)",
-    )
+    add_template_option(prompts)
     prompts.add_argument(
         "--chat-template-kwargs",
         type=_json_object,
@@ -198,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model_options(parser)
     sampling = parser.add_argument_group("sampling")
-    _add_options(sampling, _SAMPLING_OPTIONS)
+    add_options(sampling, _SAMPLING_OPTIONS)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end there; repeatable")
     sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
@@ -211,50 +175,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_engine_options(parser)
     return parser
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a checkpoint."""
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--checkpoint",
-        type=Path,
-        default=DEFAULT_CHECKPOINT,
-        metavar="DIR",
-        help="folder in Hugging Face format (the Shakespeare demo)",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and computation (as stored)",
-    )
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that are fields of `EngineConfig`, and --compilation-cache."""
-    engine = parser.add_argument_group("engine")
-    _add_options(engine, _ENGINE_OPTIONS)
-    engine.add_argument(
-        "--kv-cache-dtype",
-        choices=("int8", "fp8"),
-        help="about half the memory of bf16, and less precise (that of the weights): int8 rounds K"
-        " and V to 1/254 of a token's largest element, fp8 (e4m3) each element to 1/16 of itself",
-    )
-    engine.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="compute what prompts share only once (yes)",
-    )
-    engine.add_argument("--implementation", metavar="NAME", help="of attention (the best here)")
-    engine.add_argument(
-        "--compilation-cache",
-        metavar="DIR|off",
-        help="where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"
-        " pallas_paged in the user's cache folder)",
-    )
-
-
-def _add_options(group: Any, options: tuple[tuple[str, Any, str], ...]) -> None:
-    for name, kind, text in options:
-        metavar = "N" if kind is int else "X"
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

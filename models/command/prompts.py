@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from models.decoder import ModelConfig
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
-from pallas_paged.engine import SamplingParams
+from pallas_paged.engine import Model, SamplingParams
 from pallas_paged.server import ChatTemplate
 
 _CHAT_KEYS = ("tools", "documents", "chat_template_kwargs")
@@ -46,7 +45,7 @@ class JobMaker:
     def __init__(
         self,
         args: argparse.Namespace,
-        config: ModelConfig,
+        model: Model,
         tokenizer: Tokenizer,
         *,
         room: int,
@@ -56,8 +55,7 @@ class JobMaker:
         """Take the options of the command.
 
         Args:
-            args: parsed options.
-            config, tokenizer: of the checkpoint.
+            args, model, tokenizer: parsed options, and what they name.
             room: most tokens of a sequence; without max_tokens a completion ends there.
             options: those that are fields of `SamplingParams`, without the seed.
             base_seed: of the first prompt.
@@ -65,7 +63,7 @@ class JobMaker:
         Raises:
             ValueError: the checkpoint's generation_config.json is damaged.
         """
-        self._args, self._config, self._tokenizer, self._room = args, config, tokenizer, room
+        self._args, self._model, self._tokenizer, self._room = args, model, tokenizer, room
         self._options, self._base_seed = options, base_seed
         self.defaults = sampling_defaults(args.checkpoint)
 
@@ -84,7 +82,7 @@ class JobMaker:
     @cached_property
     def _chat_defaults(self) -> dict[str, Any]:
         checkpoint = self._args.checkpoint
-        return chat_defaults(checkpoint, self._config, self._tokenizer, self._template)
+        return chat_defaults(checkpoint, self._model, self._tokenizer, self._template)
 
     def _job(self, index: int, own: dict[str, Any]) -> Job:
         prompt, messages = own.pop("prompt", None), own.pop("messages", None)

@@ -53,7 +53,7 @@ def serve(
         chat_template=template if template.exists else None,
         config=config,
         sampling_defaults=sampling_defaults(args.checkpoint),
-        chat_defaults=chat_defaults(args.checkpoint, model.config, tokenizer, template),
+        chat_defaults=chat_defaults(args.checkpoint, model, tokenizer, template),
     )
     if args.warmup != "none":
         _warm_up(engine, service.sampling_defaults if args.warmup == "default" else None)

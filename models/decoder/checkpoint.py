@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from models.decoder.config import ModelConfig, read_eos_token_ids
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import config_on, param_spec
+from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _WEIGHTS = "model.safetensors"
@@ -33,10 +34,6 @@ _FUSED = {
 # Scales of a layer's float8 K and V, as compressed-tensors, ModelOpt and Quark name them.
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-class CheckpointError(ValueError):
-    """The folder is not a checkpoint that this decoder can run."""
 
 
 def load_checkpoint(
@@ -142,14 +139,14 @@ class _Tensor:
 def _read_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder")
-    contents = _read_json(folder / "config.json")
+    contents = read_json(folder / "config.json")
     try:
         config = ModelConfig.from_hugging_face(contents)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     generation_json = folder / "generation_config.json"
     if generation_json.is_file():
-        generation = _read_json(generation_json)
+        generation = read_json(generation_json)
         if generation.get("eos_token_id") is not None:
             eos_token_ids = read_eos_token_ids(generation["eos_token_id"])
             try:
@@ -163,7 +160,7 @@ def _open_tensors(folder: Path) -> dict[str, _Tensor]:
     if (folder / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     elif (folder / _INDEX).is_file():
-        weight_map = _read_json(folder / _INDEX).get("weight_map")
+        weight_map = read_json(folder / _INDEX).get("weight_map")
         named = isinstance(weight_map, dict) and list(weight_map.values())
         if not named or not all(isinstance(file, str) for file in named):
             raise CheckpointError(f"{folder / _INDEX}: expected weight_map, from names to files")
@@ -328,18 +325,6 @@ def _tensors_of(
             heads = config.num_q_heads if part == "q_proj" else config.num_kv_heads
             stored = heads * config.head_dim, *shape[3:]
         yield prefix + ".".join(map(str, (*parents, part, leaf))), stored
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (ValueError, RecursionError) as error:  # brackets may be nested too deep
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

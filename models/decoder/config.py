@@ -28,6 +28,13 @@ _DEFAULTS = {
     "Qwen3ForCausalLM": (32768, 32, 128, None),
 }
 ARCHITECTURES = tuple(_DEFAULTS)
+_SIZE_KEYS = {  # that a config.json must have, by our names
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_q_heads": "num_attention_heads",
+}
 # Vocabularies of published models are multiples of it, for the sake of hardware.
 _VOCAB_MULTIPLE = 64
 # A damaged config.json must not start hours of work. These are far above published models.
@@ -137,16 +144,10 @@ class ModelConfig:
 
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = bool(config.get("attention_bias", False)) and not qwen2
-        vocab_size, hidden_size, intermediate_size, num_q_heads, num_layers = (
-            _required(config, name, most)
-            for name, most in (
-                ("vocab_size", _MAX_SIZE),
-                ("hidden_size", _MAX_SIZE),
-                ("intermediate_size", _MAX_SIZE),
-                ("num_attention_heads", _MAX_HEADS),
-                ("num_hidden_layers", _MAX_LAYERS),
-            )
-        )
+        sizes: dict[str, Any] = {
+            ours: _required(config, key, _LIMITS[ours]) for ours, key in _SIZE_KEYS.items()
+        }
+        hidden_size, num_q_heads = sizes["hidden_size"], sizes["num_q_heads"]
         keys = dict(zip(_KEYS, _DEFAULTS[architecture], strict=True)) | dict(config)
         head_dim, max_positions = keys["head_dim"], keys["max_position_embeddings"]
         if head_dim is None:
@@ -164,11 +165,7 @@ class ModelConfig:
             max_positions = max(max_positions, int(rope_scaling.factor * original))
         num_kv_heads = keys["num_key_value_heads"]
         return cls(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_layers=num_layers,
-            num_q_heads=num_q_heads,
+            **sizes,
             num_kv_heads=num_q_heads if num_kv_heads is None else num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -179,7 +176,7 @@ class ModelConfig:
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias,
             qk_norm=qwen3,
-            sliding_windows=_read_sliding_windows(config, architecture, num_layers),
+            sliding_windows=_read_sliding_windows(config, architecture, sizes["num_layers"]),
             eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
         )
 
@@ -220,11 +217,7 @@ class ModelConfig:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_q_heads,
+            **{key: getattr(self, ours) for ours, key in _SIZE_KEYS.items()},
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",

@@ -11,7 +11,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pallas_paged.checks import check_integer
 
@@ -19,31 +19,42 @@ _FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearRopeScaling:
+class _Scaling:
+    """Numbers that are checked by their names and kinds."""
+
+    rope_type: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name == "original_max_position_embeddings":
+                check_integer(name, value, 1)
+            elif isinstance(value, tuple):
+                for index, number in enumerate(value):
+                    check_positive(f"{name}[{index}]", number)
+            elif name != "truncate":
+                check_positive(name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling(_Scaling):
     """Positions are divided by `factor`."""
 
     rope_type: ClassVar[str] = "linear"
     factor: float
 
-    def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
-
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicRopeScaling:
+class DynamicRopeScaling(_Scaling):
     """The rotary base grows with the length of a sequence beyond the original context ("NTK")."""
 
     rope_type: ClassVar[str] = "dynamic"
     factor: float
     original_max_position_embeddings: int
 
-    def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-
 
 @dataclass(frozen=True, kw_only=True)
-class YarnRopeScaling:
+class YarnRopeScaling(_Scaling):
     """Low frequencies are divided by `factor`, high ones kept, with a ramp between (YaRN).
 
     Attributes:
@@ -62,16 +73,14 @@ class YarnRopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
-            check_positive(name, getattr(self, name))
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        super().__post_init__()
         beta_fast, beta_slow = self.beta_fast, self.beta_slow
         if beta_fast < beta_slow:
             raise ValueError(f"{beta_fast=} must be at least {beta_slow=}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongRopeScaling:
+class LongRopeScaling(_Scaling):
     """Each frequency has a divisor, one for short and one for long sequences (LongRoPE).
 
     Attributes:
@@ -86,16 +95,9 @@ class LongRopeScaling:
     attention_factor: float
     original_max_position_embeddings: int
 
-    def __post_init__(self) -> None:
-        for name in ("short_factor", "long_factor"):
-            for index, factor in enumerate(getattr(self, name)):
-                check_positive(f"{name}[{index}]", factor)
-        check_positive("attention_factor", self.attention_factor)
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3RopeScaling:
+class Llama3RopeScaling(_Scaling):
     """Low frequencies are divided by `factor`, high ones kept, with a ramp between (Llama 3.1).
 
     Attributes:
@@ -110,9 +112,7 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            check_positive(name, getattr(self, name))
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        super().__post_init__()
         low_freq_factor, high_freq_factor = self.low_freq_factor, self.high_freq_factor
         if low_freq_factor >= high_freq_factor:
             raise ValueError(f"{low_freq_factor=} must be less than {high_freq_factor=}")
@@ -121,7 +121,7 @@ class Llama3RopeScaling:
 RopeScaling = (
     LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling | LongRopeScaling | Llama3RopeScaling
 )
-_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_CLASSES: dict[str, type[RopeScaling]] = {x.rope_type: x for x in get_args(RopeScaling)}
 
 
 def read_rope(
@@ -146,10 +146,11 @@ def read_rope(
         if rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
             raise ValueError(f"rope_scaling={dict(rope)} has no rope_type")
         rope_type = "default"
-    if rope_type not in _TYPES:
-        raise ValueError(f"{rope_type=} is not supported; supported: {', '.join(_TYPES)}")
     if rope_type == "default":
         return theta, None
+    if rope_type not in _CLASSES:
+        supported = ", ".join(["default", *_CLASSES])
+        raise ValueError(f"{rope_type=} is not supported; supported: {supported}")
     # Beside the scaling in the files of some trainers; transformers prefers that place.
     original = config.get("original_max_position_embeddings")
     if original is None:
@@ -161,46 +162,51 @@ def read_rope(
 
 
 def _scaling(rope_type: str, rope: Mapping[str, Any], original: int, growth: float) -> RopeScaling:
-    if rope_type in ("yarn", "longrope") and rope.get("factor") is None:
-        rope = {**rope, "factor": growth}  # of the context
-    sizes = {"original_max_position_embeddings": original}
-    if rope_type == "linear":
-        return LinearRopeScaling(**_required(rope, rope_type, "factor"))
-    if rope_type == "dynamic":
-        return DynamicRopeScaling(**_required(rope, rope_type, "factor"), **sizes)
-    if rope_type == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        return Llama3RopeScaling(**_required(rope, rope_type, *names), **sizes)
-    check_positive("factor", factor := rope["factor"])
+    values = {**rope, "original_max_position_embeddings": original}
+    if rope_type in ("yarn", "longrope"):
+        if values.get("factor") is None:
+            values["factor"] = growth  # of the context
+        check_positive("factor", values["factor"])
+        values |= _yarn_numbers(values) if rope_type == "yarn" else _longrope_numbers(values)
+    made = _CLASSES[rope_type]
+    names = [field.name for field in dataclasses.fields(made)]
+    for name in names:
+        if values.get(name) is None:
+            raise ValueError(f"{rope_type=} needs {name}")
+    return made(**{name: values[name] for name in names})
+
+
+def _yarn_numbers(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file may leave out."""
     attention_factor = rope.get("attention_factor")
-    if rope_type == "yarn":
-        if attention_factor is None:
-            mscales = rope.get("mscale"), rope.get("mscale_all_dim")
-            if not all(mscales):
-                mscales = 1.0, 0.0
-            over, under = (_yarn_mscale(factor, mscale) for mscale in mscales)
-            attention_factor = over / under
-        return YarnRopeScaling(
-            factor=factor,
-            attention_factor=attention_factor,
-            beta_fast=rope.get("beta_fast") or 32.0,
-            beta_slow=rope.get("beta_slow") or 1.0,
-            truncate=bool(rope.get("truncate", True)),
-            original_max_position_embeddings=original,
-        )
+    if attention_factor is None:
+        mscales = rope.get("mscale"), rope.get("mscale_all_dim")
+        if not all(mscales):
+            mscales = 1.0, 0.0
+        over, under = (_yarn_mscale(rope["factor"], mscale) for mscale in mscales)
+        attention_factor = over / under
+    return {
+        "attention_factor": attention_factor,
+        "beta_fast": rope.get("beta_fast") or 32.0,
+        "beta_slow": rope.get("beta_slow") or 1.0,
+        "truncate": bool(rope.get("truncate", True)),
+    }
+
+
+def _longrope_numbers(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file may leave out, and its lists as tuples."""
+    original = rope["original_max_position_embeddings"]
+    attention_factor = rope.get("attention_factor")
     if attention_factor is None:
         check_integer("original_max_position_embeddings", original, 2)
-        attention_factor = math.sqrt(1 + max(math.log(factor), 0.0) / math.log(original))
-    factors = _required(rope, rope_type, "short_factor", "long_factor")
-    for name, values in factors.items():
-        if not isinstance(values, list | tuple):
-            raise ValueError(f"{name}={reprlib.repr(values)} must be a list of numbers")
-    return LongRopeScaling(
-        short_factor=tuple(factors["short_factor"]),
-        long_factor=tuple(factors["long_factor"]),
-        attention_factor=attention_factor,
-        original_max_position_embeddings=original,
-    )
+        attention_factor = math.sqrt(1 + max(math.log(rope["factor"]), 0.0) / math.log(original))
+    numbers = {"attention_factor": attention_factor}
+    for name in ("short_factor", "long_factor"):
+        if (values := rope.get(name)) is not None:
+            if not isinstance(values, list | tuple):
+                raise ValueError(f"{name}={reprlib.repr(values)} must be a list of numbers")
+            numbers[name] = tuple(values)
+    return numbers
 
 
 def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -225,13 +231,6 @@ def _one_dict(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(rope, Mapping) or any(isinstance(x, Mapping) for x in rope.values()):
         raise ValueError(f"{name}={rope!r} must be the parameters of one rotary embedding")
     return rope
-
-
-def _required(rope: Mapping[str, Any], rope_type: str, *names: str) -> dict[str, Any]:
-    for name in names:
-        if rope.get(name) is None:
-            raise ValueError(f"{rope_type=} needs {name}")
-    return {name: rope[name] for name in names}
 
 
 def _yarn_mscale(factor: float, mscale: Any) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from models.files import read_json
 from pallas_paged.server import ChatTemplate
 
 
@@ -21,7 +21,7 @@ def read_chat_template(folder: str | Path, *, file: Path | None = None) -> ChatT
     """
     folder = Path(folder)
     path = folder / "tokenizer_config.json"
-    config = _read_json(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     special_tokens = {
         name: value if isinstance(value, str) else value["content"]
         for name, value in config.items()
@@ -53,16 +53,6 @@ def _named_templates(value: Any, path: Path) -> dict[str, str]:
     if not all(isinstance(x, str) for pair in named.items() for x in pair):
         raise ValueError(f"{path}: chat_template must be a text, or a list with name and template")
     return named
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return value
 
 
 def _read_text(path: Path) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from models.decoder import ModelConfig
+from models.files import read_json
 from models.text.tokenizer import Tokenizer
-from pallas_paged.engine import SamplingParams
+from pallas_paged.engine import Model, SamplingParams
 from pallas_paged.server import ChatTemplate
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -32,13 +31,13 @@ def sampling_defaults(folder: str | Path) -> dict[str, Any]:
 
 
 def chat_defaults(
-    folder: str | Path, config: ModelConfig, tokenizer: Tokenizer, template: ChatTemplate
+    folder: str | Path, model: Model, tokenizer: Tokenizer, template: ChatTemplate
 ) -> dict[str, Any]:
     """Return `sampling_defaults`, and `stop` and `stop_token_ids` where an answer ends.
 
     An answer ends at "stop_strings" of generation_config.json, or at "chat_stop_strings", a key of
     this project for models without an end of sequence. It also ends at the tokenizer's end of
-    sequence, which fine-tuned models often have beside that of `config`.
+    sequence, which fine-tuned models often have beside that of `model`.
 
     Raises:
         ValueError: generation_config.json is not JSON, or a value is out of range.
@@ -47,22 +46,14 @@ def chat_defaults(
     if stop := contents.get("stop_strings") or contents.get("chat_stop_strings"):
         defaults["stop"] = stop
     end = tokenizer.token_id(template.special_tokens.get("eos_token", ""))
-    if end is not None and end < config.vocab_size and end not in config.eos_token_ids:
+    if end is not None and end < model.vocab_size and end not in model.eos_token_ids:
         defaults["stop_token_ids"] = [end]
     return _checked(folder, defaults)
 
 
 def _read(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return contents
+    return read_json(path) if path.is_file() else {}
 
 
 def _checked(folder: str | Path, defaults: dict[str, Any]) -> dict[str, Any]:

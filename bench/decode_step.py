@@ -18,8 +18,7 @@ from bench.report import number, ratio, table
 from bench.serving import gap
 from bench.serving.models import SHAPES, random_model
 from bench.serving.step import kernel_table, measure_generate, measure_step, step_table
-from models.checkpoint import load_checkpoint
-from models.decoder import Decoder
+from models.decoder import Decoder, load_checkpoint
 from pallas_paged.engine import EngineConfig, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0)

@@ -19,8 +19,7 @@ from bench import cli, timing
 from bench.report import number, table
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, ServingShape, random_model
-from models.config import ModelConfig
-from models.engine_model import engine_model
+from models.decoder import ModelConfig, engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
 _PEAK_TFLOPS = 989.4  # dense bf16 of an H100 or H200 SXM, by its data sheet

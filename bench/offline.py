@@ -26,7 +26,7 @@ from bench.report import number, table
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, random_model
 from bench.serving.requests import nano_vllm_trace
-from models.engine_model import engine_model
+from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
 _NUM_FUNCTIONS = 8

@@ -22,7 +22,7 @@ from bench.report import number, ratio, table
 from bench.serving.models import SHAPES, random_model
 from bench.serving.requests import nano_vllm_trace
 from bench.serving.step import measure_step
-from models.engine_model import engine_model
+from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from pallas_paged.pages.sharding import TENSOR_AXIS
 

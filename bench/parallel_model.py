@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from models.config import ModelConfig
-from models.sharding import config_on
+from models.decoder import ModelConfig
+from models.decoder.sharding import config_on
 
 
 @dataclass(frozen=True, kw_only=True)

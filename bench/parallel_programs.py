@@ -30,10 +30,8 @@ from bench import cli, timing
 from bench.parallel_model import Collective, Rates, decode_step
 from bench.report import number, table
 from bench.serving.models import SHAPES
-from models.config import ModelConfig
-from models.decoder import Decoder
-from models.engine_model import engine_model
-from models.sharding import config_on
+from models.decoder import Decoder, ModelConfig, engine_model
+from models.decoder.sharding import config_on
 from pallas_paged.attention import context_parallel as cp
 from pallas_paged.pages.sharding import TENSOR_AXIS
 

@@ -22,11 +22,9 @@ import pallas_paged as pp
 from bench import cli, kv_dtypes, timing
 from bench.report import number, table
 from bench.serving.models import SHAPES, random_model
-from models.checkpoint import load_checkpoint
-from models.decoder import Attend, Decoder
-from models.engine_model import EngineModel
-from models.tokenizer import Tokenizer
-from models.train import split_windows
+from models.decoder import Attend, Decoder, EngineModel, load_checkpoint
+from models.text import Tokenizer
+from models.train.trainer import split_windows
 from pallas_paged.engine.device.pool import create_pool
 
 # The first is the baseline of the others; the second shows the effect of rounding alone.

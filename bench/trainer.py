@@ -21,7 +21,7 @@ from bench import cli, timing
 from bench.report import number, table
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, random_model
-from models.engine_model import engine_model
+from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
 _UPDATES = 10

@@ -1,9 +1,9 @@
-"""Continue prompts with a decoder: `generate`; as a program, the command of `cli.py`."""
+"""Continue prompts with a decoder: `generate`; run as a program, the command."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from models.cli import run  # imports JAX later, so that typing errors answer at once
+    from models.command.main import run  # imports JAX later, so that typing errors answer at once
 
     run()
 
@@ -12,9 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from models.decoder import Decoder
-from models.engine_model import engine_config, engine_model
-from models.sharding import repeat_kv_heads
+from models.decoder import Decoder, engine_config, engine_model, repeat_kv_heads
 from pallas_paged.checks import check_has
 from pallas_paged.engine import Engine, RequestOutput, SamplingParams, Tokenizer
 

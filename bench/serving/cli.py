@@ -35,8 +35,7 @@ from bench.serving.requests import (
 from bench.serving.static import StaticBatch
 from bench.serving.step import measure_step
 from bench.serving.transformers import run_transformers
-from models.decoder import Decoder
-from models.engine_model import engine_model
+from models.decoder import Decoder, engine_model
 from pallas_paged.engine import Engine, EngineConfig
 
 _GIB = 1 << 30

@@ -11,10 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from models.config import ModelConfig
-from models.decoder import Decoder, DecoderLayer
-from models.rope_scaling import Llama3RopeScaling
-from models.sharding import config_on, param_specs
+from models.decoder import Decoder, ModelConfig
+from models.decoder.decoder import DecoderLayer
+from models.decoder.rope_scaling import Llama3RopeScaling
+from models.decoder.sharding import config_on, param_specs
 from pallas_paged.engine import KVCacheSpec
 from pallas_paged.engine.device.pool import page_bytes, pool_dtype
 

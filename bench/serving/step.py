@@ -18,8 +18,7 @@ from bench.measure import measure_floor, reason
 from bench.report import number, ratio, table
 from bench.serving import gap
 from bench.serving.models import token_bytes, weight_bytes
-from models.decoder import Decoder
-from models.engine_model import engine_model
+from models.decoder import Decoder, engine_model
 from models.generate import generate
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.requests import TraceRequest
-from models.config import ModelConfig
+from models.decoder import ModelConfig
 
 _START_S = 120.0  # time to load torch and make the weights
 

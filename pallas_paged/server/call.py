@@ -159,6 +159,7 @@ def take_params(
     Args:
         fields: of the request.
         defaults: of the model. Its stop texts and stop tokens are added to those of the request.
+            Beams take its stop tokens only: they draw nothing, and can't have stop texts.
         max_tokens, logprobs, prompt_logprobs, detokenize: which have other names or forms.
     """
     for name in _IGNORED_FIELDS:
@@ -171,6 +172,8 @@ def take_params(
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
     _check_stop(given.get("stop", []))
+    if "beam_width" in given:
+        defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
     for name in ("stop", "stop_token_ids"):
         if name in defaults and name in given:
             given[name] = _as_list(defaults[name]) + _as_list(given[name])

@@ -210,7 +210,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return a copy of the messages of a conversation, in the form that templates expect.
 
     A list of text parts becomes one text, arguments of tool calls in JSON become objects, and keys
-    of null are left out, except "content".
+    of null are left out, as by transformers 5.24: many templates would write "None".
 
     Args:
         messages: list of objects with "role" (one of `ROLES`) and "content" (a text or a list of
@@ -245,10 +245,7 @@ def _checked_message(message: Any, place: str) -> dict[str, Any]:
     if isinstance(content, list):
         parts = enumerate(content)
         checked["content"] = "".join(_text_of(x, f"{place}.content[{i}]") for i, x in parts)
-    elif content is None and "tool_calls" in checked:
-        if "content" in message:
-            checked["content"] = None
-    elif not isinstance(content, str):
+    elif not isinstance(content, str) and not (content is None and "tool_calls" in checked):
         raise ValueError(
             f"{place}.content={reprlib.repr(content)} must be a text or a list of text parts"
         )

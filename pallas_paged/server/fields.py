@@ -35,6 +35,7 @@ _CODES = {
     500: "server_error",
     503: "service_unavailable",
     504: "timeout",
+    505: "http_version_not_supported",
 }
 
 
@@ -183,7 +184,8 @@ async def read_fields(request: Request, max_bytes: int, bodies: Bodies) -> Field
             headers={"connection": "close"},
         ) from None
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        # JSON is UTF-8; of bytes, json would guess the encoding.
+        values = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -99,6 +99,7 @@ class _Connection(asyncio.Protocol):
             self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._error: APIError | None = None  # of what has been read
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -135,12 +136,13 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             pass  # to a protocol that uvicorn does not have here either
         except httptools.HttpParserError:
-            self._refuse(APIError(400, "Invalid HTTP request received."))
-            return
+            self._error = APIError(400, "Invalid HTTP request received.")
         if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes"))
-            return
-        self._inner.data_received(data)
+            self._error = APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes")
+        if self._error is not None:
+            self._refuse(self._error)
+        else:
+            self._inner.data_received(data)
 
     def on_message_begin(self) -> None:
         """Of the parser: a request begins."""
@@ -150,6 +152,8 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """Of the parser: a head has ended."""
         self._end_head()
+        if (version := self._parser.get_http_version()) not in ("1.0", "1.1"):
+            self._error = APIError(505, f"HTTP/{version} must be HTTP/1.0 or HTTP/1.1")
 
     def _await_head(self) -> None:
         self._head_bytes = 0

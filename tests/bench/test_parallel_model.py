@@ -15,7 +15,7 @@ from bench.parallel_model import Collective, Rates, decode_step
 from bench.parallel_programs import compiled_collectives, read_collectives
 from bench.serving.models import SHAPES
 from models.decoder import Decoder
-from models.sharding import config_on, param_specs
+from models.decoder.sharding import config_on, param_specs
 from tests.bench.fakes import by_column
 from tests.support.marks import slow
 

@@ -10,9 +10,8 @@ from flax import nnx
 
 from bench import quality
 from bench.serving.models import random_model
-from models.checkpoint import load_checkpoint, save_checkpoint
-from models.decoder import Decoder, dense_attend
-from models.tokenizer import save_byte_tokenizer
+from models.decoder import Decoder, dense_attend, load_checkpoint, save_checkpoint
+from models.text import save_byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

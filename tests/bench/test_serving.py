@@ -17,8 +17,7 @@ from bench.serving.engine import serve
 from bench.serving.models import SHAPES, random_model, weight_bytes
 from bench.serving.requests import TraceRequest, describe_trace, make_trace
 from bench.serving.static import StaticBatch
-from models.decoder import Decoder
-from models.engine_model import engine_model
+from models.decoder import Decoder, engine_model
 from pallas_paged.engine import Engine, EngineConfig
 from tests.support.dense_oracle import CONFIG
 from tests.support.marks import slow

@@ -96,7 +96,7 @@ def test_kv_heads_on_more_devices_than_have_queries_are_refused():
 
 @pytest.mark.parametrize("num_tokens", [0, 16], ids=["decode", "mixed"])
 def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, num_tokens):
-    engine_model = pytest.importorskip("models.engine_model").engine_model
+    engine_model = pytest.importorskip("models.decoder").engine_model
     model, params = engine_model(model)
     engine = make_engine(model, params, num_pages=8, num_scheduler_steps=1, modes=None)
     runner = engine.replicas[0].runner

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.decoder import Decoder
-from models.engine_model import engine_config, engine_model
+from models.decoder import Decoder, engine_config, engine_model
 from models.generate import generate as generate_with_defaults
-from models.tokenizer import Tokenizer, save_byte_tokenizer
+from models.text import Tokenizer, save_byte_tokenizer
 from pallas_paged.engine import KVCacheSpec, SamplingParams
 from tests.support.dense_oracle import CONFIG, DenseOracle, tiny_model
 

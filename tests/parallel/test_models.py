@@ -11,12 +11,16 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.checkpoint import load_checkpoint, save_checkpoint
-from models.config import ModelConfig
-from models.decoder import Decoder
-from models.engine_model import engine_model
+from models.decoder import (
+    Decoder,
+    ModelConfig,
+    engine_model,
+    load_checkpoint,
+    repeat_kv_heads,
+    save_checkpoint,
+)
+from models.decoder.sharding import config_on
 from models.generate import generate
-from models.sharding import config_on, repeat_kv_heads
 from pallas_paged.engine import SamplingParams
 from tests.support.checkpoint_reads import recorded_reads
 from tests.support.commands import SIZES, run_command
@@ -208,7 +212,7 @@ def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, m
             assert x.sharding.mesh == there
         raise KeyError("made")
 
-    monkeypatch.setattr("models.cli_serve.Engine", engine)
+    monkeypatch.setattr("models.command.batch.Engine", engine)
     mesh(6)
     with pytest.raises(KeyError, match="made"):
         command("--tensor-parallel", "2", "--data-parallel", "3")

@@ -11,9 +11,7 @@ import jax
 import pytest
 from flax import nnx
 
-from models.checkpoint import save_checkpoint
-from models.config import ModelConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, ModelConfig, save_checkpoint
 from tests.support import engine_calls, process_pair
 from tests.support.commands import ROOT
 from tests.support.marks import slow

@@ -136,6 +136,19 @@ async def test_what_is_not_http_gets_a_400():
 
 
 @in_loop
+async def test_other_versions_of_http_get_a_505():
+    connections = Connections()
+    for version in ("2.0", "0.9"):
+        one, transport = connections.open()
+        one.data_received(HEAD.replace(b"1.1", version.encode()) + b"\r\n")
+        status, message = error_of(transport)
+        assert status == "HTTP/1.1 505 HTTP Version Not Supported" and f"HTTP/{version}" in message
+    connections.open()[0].data_received(HEAD.replace(b"1.1", b"1.0") + b"\r\n")
+    await settle()
+    assert connections.errors == [505, 505] and len(connections.scopes) == 1
+
+
+@in_loop
 async def test_an_offer_of_another_protocol_is_served_as_http_and_requests_may_share_a_packet():
     connections = Connections()
     one, transport = connections.open()

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from starlette.testclient import TestClient
 
-from models.tokenizer import save_byte_tokenizer
+from models.text import save_byte_tokenizer
 from pallas_paged.engine import AsyncEngine
 from pallas_paged.server import ChatTemplate, HFTokenizer, ServerConfig, create_app, serve
 from pallas_paged.server.server import Server

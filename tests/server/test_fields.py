@@ -120,6 +120,7 @@ def test_bodies_together_are_limited():
     [
         *(b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "x"} x'),
         *(b'{"a": NaN}', b'{"a": -Infinity}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"),
+        *('{"prompt": "x"}'.encode(encoding) for encoding in ("utf-16", "utf-16-be", "utf-32-le")),
     ],
 )
 def test_bodies_that_are_not_json_objects(text):
@@ -155,6 +156,13 @@ def test_fields_become_parameters(service):
     both = base | {"stop": ["D", "E"], "stop_token_ids": [7, 8]}
     assert completion(stop="E", stop_token_ids=[8]) == SamplingParams(**both)
     assert chat() == SamplingParams(stop=["A", "B"])
+    assert chat(beam_width=2) == SamplingParams(beam_width=2)
+    assert completion(beam_width=2) == SamplingParams(
+        beam_width=2, stop_token_ids=[7], max_tokens=16
+    )
+    beams = "stop=('C',) is not possible with beam_width=2"
+    for stopped in (completion, chat):
+        assert error_of(stopped, beam_width=2, stop="C") == (400, beams, "stop")
     assert chat(stop=["C"], temperature=0.25).stop == ("A", "B", "C")
     assert chat(max_tokens=5).max_tokens == chat(max_completion_tokens=5).max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5

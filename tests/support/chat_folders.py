@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from models.tokenizer import save_byte_tokenizer
+from models.text import save_byte_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "models" / "goldens" / "chat"
 NAMES = ("headers", "turns", "brackets")

@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 
-from models import checkpoint
+from models.decoder import checkpoint
 
 
 class _Part:

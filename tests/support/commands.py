@@ -8,11 +8,9 @@ from pathlib import Path
 
 from flax import nnx
 
-from models import cli
-from models.checkpoint import save_checkpoint
-from models.config import ModelConfig
-from models.decoder import Decoder
-from models.tokenizer import save_byte_tokenizer
+from models.command import main
+from models.decoder import Decoder, ModelConfig, save_checkpoint
+from models.text import save_byte_tokenizer
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support.engine_calls import make_engine
 
@@ -52,7 +50,7 @@ def engine_for_any_request(model, weights, *, config, tokenizer=None):
 
 def run_command(checkpoint, capsys, *args):
     """Run the command in this process; return exit status, stdout, and stderr without phases."""
-    status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
+    status = main.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
     out, err = capsys.readouterr()
     lines = err.splitlines(keepends=True)
     kept = (line for line in lines if not line.startswith((*PHASES, "pallas_paged: ")))

@@ -6,9 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.config import ModelConfig
-from models.decoder import Decoder, dense_attend
-from models.engine_model import engine_model
+from models.decoder import Decoder, ModelConfig, dense_attend, engine_model
 from tests.support.oracle import Oracle
 
 CONFIG = ModelConfig(

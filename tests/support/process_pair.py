@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from models.checkpoint import load_checkpoint
+from models.decoder import load_checkpoint
 from tests.support.checkpoint_reads import recorded_reads
 
 SECONDS = 10  # after which jax.distributed ends processes whose peers are dead

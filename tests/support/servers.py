@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 import jax
 
-from models.chat import read_chat_template
-from models.tokenizer import Tokenizer, save_byte_tokenizer
+from models.text import Tokenizer, read_chat_template, save_byte_tokenizer
 from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
 from pallas_paged.engine.device.runner import fit_mode, modes_for
 from pallas_paged.server.server import Server, listen

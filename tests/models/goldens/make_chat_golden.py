@@ -1,6 +1,6 @@
 """Make chat/golden.json beside this file: conversations as transformers renders them.
 
-    python -m venv hf && hf/bin/pip install transformers==5.17.0 jinja2
+    python -m venv hf && hf/bin/pip install -e ".[models]" transformers==5.24.0
     PYTHONPATH=. hf/bin/python tests/models/goldens/make_chat_golden.py
 
 The file has for each template, conversation and set of options the token ids of the prompt, or null

@@ -1,0 +1,1 @@
+"""The commands `python -m models.generate` and `python -m models.server`."""

@@ -1,0 +1,116 @@
+"""What the commands share: options of the model and the engine, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEFAULT_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "shakespeare"
+_ENGINE_OPTIONS = (  # fields of `EngineConfig`
+    ("page_size", int, "tokens a page (16)"),
+    ("num_pages", int, "of the pool (for sequences of full length, if they fit)"),
+    (
+        "max_model_len",
+        int,
+        "tokens of a sequence, prompt included (the model's; with linear or dynamic rotary scaling"
+        " more is possible)",
+    ),
+    ("max_num_seqs", int, "sequences that run at a time (64)"),
+    ("max_num_batched_tokens", int, "tokens of a step, more than --max-num-seqs (2048)"),
+    ("tensor_parallel", int, "devices that share the model and its pool (1)"),
+    ("data_parallel", int, "copies of the model, each on devices of its own (1)"),
+)
+
+
+def status_of(work: Callable[[], int]) -> int:
+    """Return the exit status of a command; errors of its user are one line on stderr."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _discard_output()
+        return 141
+    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
+        return _fail(error)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(error)
+
+
+def _fail(error: Exception) -> int:
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = f"{error.filename or 'standard output'}: {error.strerror}"
+        if error.filename is None:
+            _discard_output()
+    print("error:", " ".join(text.split()), file=sys.stderr)
+    return 2
+
+
+def _discard_output() -> None:
+    """Keep Python's last flush from failing again where the output can't be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=DEFAULT_CHECKPOINT,
+        metavar="DIR",
+        help="folder in Hugging Face format (the Shakespeare demo)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and computation (as stored)",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are fields of `EngineConfig`, and --compilation-cache."""
+    engine = parser.add_argument_group("engine")
+    add_options(engine, _ENGINE_OPTIONS)
+    engine.add_argument(
+        "--kv-cache-dtype",
+        choices=("int8", "fp8"),
+        help="about half the memory of bf16, and less precise (that of the weights): int8 rounds K"
+        " and V to 1/254 of a token's largest element, fp8 (e4m3) each element to 1/16 of itself",
+    )
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="compute what prompts share only once (yes)",
+    )
+    engine.add_argument("--implementation", metavar="NAME", help="of attention (the best here)")
+    engine.add_argument(
+        "--compilation-cache",
+        metavar="DIR|off",
+        help="where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"
+        " pallas_paged in the user's cache folder)",
+    )
+
+
+def add_template_option(group: Any) -> None:
+    """Add --chat-template."""
+    group.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template for chats (the checkpoint's)",
+    )
+
+
+def add_options(group: Any, options: tuple[tuple[str, Any, str], ...]) -> None:
+    """Add numbers, each by its name, type and help."""
+    for name, kind, text in options:
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

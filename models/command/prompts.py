@@ -1,0 +1,148 @@
+"""Prompts, conversations and lines of files to what an engine is asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
+from pallas_paged.engine import Model, SamplingParams
+from pallas_paged.server import ChatTemplate
+
+_CHAT_KEYS = ("tools", "documents", "chat_template_kwargs")
+_KEYS = (
+    "prompt",
+    "messages",
+    *_CHAT_KEYS,
+    "priority",
+    *(field.name for field in fields(SamplingParams)),
+)
+MAX_TOKENS, TEMPERATURE = 400, 0.8  # where neither an option, a line nor the checkpoint has them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A prompt that can be submitted."""
+
+    index: int
+    prompt: str | list[int]
+    token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int
+
+
+class JobMaker:
+    """Makes jobs; options override the sampling defaults of the checkpoint, and lines the options.
+
+    Attributes:
+        defaults: of sampling, from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        room: int,
+        options: Mapping[str, Any],
+        base_seed: int,
+    ):
+        """Take the options of the command.
+
+        Args:
+            args, model, tokenizer: parsed options, and what they name.
+            room: most tokens of a sequence; without max_tokens a completion ends there.
+            options: those that are fields of `SamplingParams`, without the seed.
+            base_seed: of the first prompt.
+
+        Raises:
+            ValueError: the checkpoint's generation_config.json is damaged.
+        """
+        self._args, self._model, self._tokenizer, self._room = args, model, tokenizer, room
+        self._options, self._base_seed = options, base_seed
+        self.defaults = sampling_defaults(args.checkpoint)
+
+    def of_prompt(self, index: int, prompt: str) -> Job:
+        """Return the job of a text."""
+        return self._job(index, {"prompt": prompt})
+
+    def of_line(self, index: int, line: str) -> Job:
+        """Return the job of a JSON object; raise ValueError if it is not valid."""
+        return self._job(index, _parse(line))
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return read_chat_template(self._args.checkpoint, file=self._args.chat_template)
+
+    @cached_property
+    def _chat_defaults(self) -> dict[str, Any]:
+        checkpoint = self._args.checkpoint
+        return chat_defaults(checkpoint, self._model, self._tokenizer, self._template)
+
+    def _job(self, index: int, own: dict[str, Any]) -> Job:
+        prompt, messages = own.pop("prompt", None), own.pop("messages", None)
+        priority = own.pop("priority", 0)
+        chat = {name: own.pop(name) for name in _CHAT_KEYS if name in own}
+        defaults = self.defaults
+        if messages is not None:
+            if prompt is not None:
+                raise ValueError("prompt and messages exclude each other")
+            given = self._args.chat_template_kwargs or {}
+            chat["variables"] = given | _checked_variables(chat.pop("chat_template_kwargs", {}))
+            prompt = self._template.render(messages, **chat)
+            token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+            defaults = self._chat_defaults
+        elif chat:
+            raise ValueError(f"{next(iter(chat))} needs messages")
+        elif isinstance(prompt, str):
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError("the prompt must be valid UTF-8")
+            token_ids = self._tokenizer.encode(prompt)
+        elif isinstance(prompt, list):
+            token_ids = prompt
+        else:
+            raise ValueError(f"{prompt=} must be a text or a list of token ids")
+        options = {"seed": (self._base_seed + index) % 2**32} | dict(self._options) | own
+        if options.get("beam_width"):  # beams draw nothing, and can't have stop texts
+            defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
+        max_tokens = max(1, min(MAX_TOKENS, self._room - len(token_ids)))
+        params = SamplingParams(**{"max_tokens": max_tokens} | with_temperature(defaults) | options)
+        return Job(
+            index=index, prompt=prompt, token_ids=token_ids, params=params, priority=priority
+        )
+
+
+def with_temperature(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of a checkpoint, with a temperature if it has none."""
+    return {"temperature": TEMPERATURE, **defaults}
+
+
+def _checked_variables(variables: Any) -> dict[str, Any]:
+    if not isinstance(variables, dict):
+        raise ValueError(f"chat_template_kwargs={variables!r} must be an object")
+    return variables
+
+
+def _parse(line: str) -> dict[str, Any]:
+    """Return the entries of a JSON object that are not null."""
+    try:
+        entries = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{line} must be a JSON object")
+    for name in entries:
+        if name not in _KEYS:
+            raise ValueError(f"unknown key {name!r}; there are {', '.join(_KEYS)}")
+    bias = entries.get("logit_bias")
+    if isinstance(bias, dict):  # JSON has no other keys than texts
+        try:
+            entries["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+        except ValueError:
+            raise ValueError(f"logit_bias={bias} must have token ids as keys") from None
+    return {name: value for name, value in entries.items() if value is not None}

@@ -1,0 +1,75 @@
+"""Serves a checkpoint over HTTP: the work of `python -m models.server`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from models.command.batch import given, use_compilation_cache
+from models.decoder import engine_model, load_checkpoint
+from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
+from pallas_paged.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
+from pallas_paged.server.server import listen, run
+from pallas_paged.server.service import ServerConfig, Service
+
+
+def serve(
+    args: argparse.Namespace,
+    api_keys: tuple[str, ...],
+    on_signal: Callable[[Callable[[], object]], object],
+) -> None:
+    """Load the model, compile its steps, and serve until a signal.
+
+    Args:
+        args: parsed options.
+        api_keys: of which requests must have one; empty: none.
+        on_signal: takes the function to call at the first signal.
+
+    Raises:
+        ValueError: an option is out of range, or the checkpoint is not usable.
+        OSError: the address can't be used.
+    """
+    bound = listen(args.host, args.port)  # a port in use is an error before the loading
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("pallas_paged").setLevel(logging.INFO)
+    limits = given(args, ServerConfig)
+    name = args.served_model_name or args.checkpoint.resolve().name
+    hosts = tuple(args.allowed_host or ())
+    config = ServerConfig(**limits, model_name=name, api_keys=api_keys, allowed_hosts=hosts)
+    engine_config = EngineConfig(**given(args, EngineConfig))
+    use_compilation_cache(args.compilation_cache)
+    template = read_chat_template(args.checkpoint, file=args.chat_template)
+    tokenizer = Tokenizer(args.checkpoint)
+    _say(f"loading {args.checkpoint} ...")
+    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    model, weights = engine_model(decoder, max_model_len=engine_config.max_model_len)
+    engine = Engine(model, weights, config=engine_config, tokenizer=tokenizer)
+    service = Service(
+        AsyncEngine(engine),
+        chat_template=template if template.exists else None,
+        config=config,
+        sampling_defaults=sampling_defaults(args.checkpoint),
+        chat_defaults=chat_defaults(args.checkpoint, model, tokenizer, template),
+    )
+    if args.warmup != "none":
+        _warm_up(engine, service.sampling_defaults if args.warmup == "default" else None)
+    run(service, bound, access_log=args.access_log, on_signal=on_signal)
+
+
+def _warm_up(engine: Engine, defaults: dict[str, Any] | None) -> None:
+    """Compile what requests with these parameters need, and greedy ones; None: any."""
+    _say("compiling ...")
+    start = time.perf_counter()
+    params = None
+    if defaults is not None:
+        params = [SamplingParams(**defaults), SamplingParams(temperature=0.0)]
+    engine.warmup(params, progress=True)
+    _say(f"compiled {engine.stats().compilations} programs in {time.perf_counter() - start:.0f} s")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

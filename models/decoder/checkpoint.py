@@ -1,0 +1,331 @@
+"""Read and write Hugging Face checkpoint folders (config.json, safetensors) without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from models.decoder.config import ModelConfig, read_eos_token_ids
+from models.decoder.decoder import Decoder
+from models.decoder.sharding import config_on, param_spec
+from models.files import CheckpointError, read_json
+from pallas_paged.pages.sharding import TENSOR_AXIS
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+# Scales of a layer's float8 K and V, as compressed-tensors, ModelOpt and Quark name them.
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def load_checkpoint(
+    folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> tuple[Decoder, ModelConfig]:
+    """Read a decoder from a folder in Hugging Face format.
+
+    The host holds one parameter at a time. Of a sharded parameter each process reads only
+    what its devices hold.
+
+    Args:
+        folder: has config.json, model.safetensors or model.safetensors.index.json with its
+            shards, and optionally generation_config.json, whose eos_token_id wins.
+        dtype: of the parameters; None: the dtype in which the embeddings are stored.
+        mesh: devices that share the decoder, along its axis "tensor"; `param_specs` has the specs.
+            None: JAX's default device.
+
+    Returns:
+        The decoder, and its configuration, with the scales of a float8 KV cache if the folder has
+        them. On a mesh of more devices than KV heads, each head is there several times, as
+        `repeat_kv_heads` makes it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the architecture is unknown; a tensor is
+            missing, unexpected, of another shape or not of floats; a scale of the cache is
+            missing, not positive or not finite.
+        ValueError: the mesh has no axis "tensor", or its devices can't share the heads or the MLP
+            evenly.
+    """
+    if mesh is not None and TENSOR_AXIS not in mesh.axis_names:
+        raise ValueError(f"{mesh.axis_names=} must have {TENSOR_AXIS!r}")
+    folder = Path(folder)
+    stored = _read_config(folder)
+    config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
+    tensors = _open_tensors(folder)
+    last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
+    if last not in tensors:  # refused before the tracing of layers that the folder lacks
+        raise CheckpointError(f"{folder}: missing tensor {last}")
+    config = _with_kv_scales(config, tensors, folder)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    params = nnx.to_flat_state(state)
+    _check_tensors(tensors, params, stored, folder)
+    if dtype is None:
+        dtype = _DTYPES[tensors["model.embed_tokens.weight"].dtype]
+    loaded = []
+    for path, param in params:
+        parts = [tensors[name] for name, _ in _tensors_of(path, param.shape, stored)]
+        value = _read_param(path, param.shape, parts, dtype, mesh)
+        # Waits for the copy, so that the host never holds the arrays of two parameters.
+        loaded.append((path, param.replace(jax.block_until_ready(value))))
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
+
+
+def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> None:
+    """Write a decoder as a LlamaForCausalLM folder, in the dtype of its parameters.
+
+    Raises:
+        ValueError: if the Llama architecture cannot express `config`.
+    """
+    folder = Path(folder)
+    dtype = model.embed_tokens.weight[...].dtype.name
+    config_json = config.to_hugging_face() | {"torch_dtype": dtype}
+    tensors = {}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        value = np.asarray(param.get_value())
+        named = _tensors_of(path, value.shape, config)
+        for (name, shape), part in zip(named, _split(path, value), strict=True):
+            # safetensors writes the memory of an array, whatever its strides.
+            tensors[name] = np.ascontiguousarray(part).reshape(shape)
+    for kind, scales in (("k", config.k_scales), ("v", config.v_scales)):
+        for layer, scale in enumerate(scales):
+            tensors[_kv_scale_names(layer, kind)[0]] = np.float32(scale).reshape(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Replaced in one move, so that an interrupted save keeps the previous weights.
+    partial = folder / (_WEIGHTS + ".partial")
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode  # follows the umask; safetensors makes files private
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(mode)
+    os.replace(partial, folder / _WEIGHTS)
+    _write_json(folder / "config.json", config_json)
+    generation = {"bos_token_id": None, "eos_token_id": config_json["eos_token_id"]}
+    _write_json(folder / "generation_config.json", generation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """A stored tensor, read on demand."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, *index: slice) -> np.ndarray:
+        """Return a part of the tensor."""
+        # Opened for each read: pages of a file that stays mapped would count as memory in use.
+        with safe_open(self.file, framework="numpy") as opened:
+            return opened.get_slice(self.name)[index] if index else opened.get_tensor(self.name)
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint folder")
+    contents = read_json(folder / "config.json")
+    try:
+        config = ModelConfig.from_hugging_face(contents)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    generation_json = folder / "generation_config.json"
+    if generation_json.is_file():
+        generation = read_json(generation_json)
+        if generation.get("eos_token_id") is not None:
+            eos_token_ids = read_eos_token_ids(generation["eos_token_id"])
+            try:
+                config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
+            except ValueError as error:
+                raise CheckpointError(f"{generation_json}: {error}") from error
+    return config
+
+
+def _open_tensors(folder: Path) -> dict[str, _Tensor]:
+    if (folder / _WEIGHTS).is_file():
+        files = [_WEIGHTS]
+    elif (folder / _INDEX).is_file():
+        weight_map = read_json(folder / _INDEX).get("weight_map")
+        named = isinstance(weight_map, dict) and list(weight_map.values())
+        if not named or not all(isinstance(file, str) for file in named):
+            raise CheckpointError(f"{folder / _INDEX}: expected weight_map, from names to files")
+        for file in named:
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise CheckpointError(f"{folder / _INDEX}: {file=} must be inside the folder")
+        files = sorted(set(named))
+    else:
+        raise CheckpointError(f"{folder}: neither {_WEIGHTS} nor {_INDEX} found")
+    tensors = {}
+    for file in files:
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing, though {_INDEX} names it")
+        try:
+            with safe_open(path, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    header = opened.get_slice(name)
+                    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                    tensors[name] = _Tensor(file=path, name=name, shape=shape, dtype=dtype)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    return tensors
+
+
+def _with_kv_scales(config: ModelConfig, tensors: dict[str, _Tensor], folder: Path) -> ModelConfig:
+    """Move the scales of the cache from the tensors to the configuration."""
+    found: dict[str, list[float]] = {"k": [], "v": []}
+    missing = []
+    for kind, scales in found.items():
+        for layer in range(config.num_layers):
+            names = _kv_scale_names(layer, kind)
+            name = next((name for name in names if name in tensors), None)
+            if name is None:
+                missing.append(names[0])
+            else:
+                scales.append(_read_scale(tensors.pop(name), folder))
+    if not any(found.values()):
+        return config
+    if missing:
+        raise CheckpointError(
+            f"{folder}: missing tensor {missing[0]}: other scales of the KV cache are there"
+        )
+    try:
+        return dataclasses.replace(config, k_scales=tuple(found["k"]), v_scales=tuple(found["v"]))
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: scales of the KV cache: {error}") from error
+
+
+def _read_scale(tensor: _Tensor, folder: Path) -> float:
+    if tensor.shape not in ((), (1,)) or tensor.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{folder}: tensor {tensor.name}: expected one number of {tuple(_DTYPES)},"
+            f" found={tensor.dtype!r} of shape {tensor.shape}"
+        )
+    return float(tensor.read().astype(np.float32).reshape(()))
+
+
+def _kv_scale_names(layer: int, kind: str) -> list[str]:
+    return [f"model.layers.{layer}.self_attn.{name.format(kind)}" for name in _KV_SCALES]
+
+
+def _check_tensors(
+    tensors: dict[str, _Tensor], params: Any, config: ModelConfig, folder: Path
+) -> None:
+    """Check that the tensors are exactly those of the model, in its shapes."""
+    expected = {
+        name: shape
+        for path, param in params
+        for name, shape in _tensors_of(path, param.shape, config)
+    }
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder}: missing tensor {name}, expected shape {shape}")
+        found = tensors[name].shape
+        if found != shape:
+            raise CheckpointError(f"{folder}: tensor {name}: expected shape {shape}, {found=}")
+        if tensors[name].dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{folder}: tensor {name}: expected one of {tuple(_DTYPES)},"
+                f" found={tensors[name].dtype!r}"
+            )
+    for name in tensors:
+        tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
+        buffer = name.endswith("rotary_emb.inv_freq")
+        if name not in expected and not tied_copy and not buffer:
+            raise CheckpointError(
+                f"{folder}: unexpected tensor {name} of shape {tensors[name].shape}:"
+                " the architecture in config.json has no such parameter"
+            )
+
+
+def _read_param(
+    path: tuple[Any, ...],
+    shape: tuple[int, ...],
+    parts: Sequence[_Tensor],
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """Read a parameter of this shape from the tensors that it is fused of."""
+    module = path[-2]
+
+    def read(index: Any) -> np.ndarray:  # a slice of each axis
+        if module == "qkv_proj":
+            return _read_heads(parts, index[0], shape, dtype)
+        if module == "gate_up_proj":
+            return _read_pairs(parts, index[0], shape, dtype)
+        return parts[0].read(*index).astype(dtype, copy=False)
+
+    if mesh is None:
+        return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+    sharding = NamedSharding(mesh, param_spec(path, shape))
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _read_heads(
+    parts: Sequence[_Tensor], heads: slice, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these KV heads of a fused q, k and v of this shape, with their query heads."""
+    start, stop, _ = heads.indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    groups, head_dim = shape[1] - 2, shape[2]
+    q, k, v = parts
+    rows = slice(start * groups * head_dim, stop * groups * head_dim)
+    value[:, :groups] = q.read(rows).reshape(value[:, :groups].shape)
+    repeats = shape[0] * head_dim // k.shape[0]
+    stored = np.arange(start, stop) // repeats
+    rows = slice(int(stored[0]) * head_dim, int(stored[-1] + 1) * head_dim)
+    for column, part in ((groups, k), (groups + 1, v)):
+        value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
+    return value
+
+
+def _read_pairs(
+    parts: Sequence[_Tensor], pairs: slice, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these pairs of a fused gate and up of this shape."""
+    start, stop, _ = pairs.indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    for column, part in enumerate(parts):
+        value[:, column] = part.read(slice(start, stop))
+    return value
+
+
+def _split(path: tuple[Any, ...], value: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a parameter, each with as many elements as its stored tensor."""
+    if path[-2] == "qkv_proj":
+        return [value[:, :-2], value[:, -2], value[:, -1]]
+    return [value[:, 0], value[:, 1]] if path[-2] == "gate_up_proj" else [value]
+
+
+def _tensors_of(
+    path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the stored tensors that make a parameter."""
+    prefix = "" if path[0] == "lm_head" else "model."
+    *parents, module, leaf = path
+    parts = _FUSED.get(str(module), (str(module),))
+    for part in parts:
+        stored = (shape[0], *shape[2:]) if module == "gate_up_proj" else shape
+        if module == "qkv_proj":
+            heads = config.num_q_heads if part == "q_proj" else config.num_kv_heads
+            stored = heads * config.head_dim, *shape[3:]
+        yield prefix + ".".join(map(str, (*parents, part, leaf))), stored
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The decoder's weights on a mesh: the axis along which devices share each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from models.decoder.config import ModelConfig, is_vocab_sharded
+from models.decoder.decoder import Decoder
+from pallas_paged.pages.sharding import TENSOR_AXIS, kv_head_repeats
+
+# As in Megatron: the products before attention and SwiGLU are sharded by outputs, the others by
+# inputs, so that devices add up their parts once after each. A bias that has no such axis
+# is added after the sum, and replicated, as are the norms.
+_SHARDED_AXES = {
+    "embed_tokens": 0,
+    "lm_head": 0,
+    "qkv_proj": 0,  # KV heads, each with its query heads
+    "o_proj": 1,
+    "gate_up_proj": 0,
+    "down_proj": 1,
+}
+
+
+def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Return how a parameter is sharded, by its path in the decoder."""
+    module = path[-2]
+    axis = _SHARDED_AXES.get(module)
+    if module in ("embed_tokens", "lm_head") and not is_vocab_sharded(shape[0]):
+        axis = None
+    if axis is None or axis >= len(shape):
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, TENSOR_AXIS)
+
+
+def param_specs(params: nnx.State) -> Any:
+    """Return the specs of a decoder's parameters over the axis "tensor", in their structure.
+
+    A vocabulary that is not a multiple of 64 may not be divisible: its embeddings are then
+    replicated.
+    """
+    specs = [
+        (path, param.replace(param_spec(path, param.shape)))
+        for path, param in nnx.to_flat_state(params)
+    ]
+    return nnx.from_flat_state(specs)
+
+
+def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
+    """Return the sizes of the same model with at least as many KV heads as devices.
+
+    Raises:
+        ValueError: the devices can't share the heads or the MLP evenly.
+    """
+    repeats = kv_head_repeats(
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        num_devices=num_devices,
+    )
+    intermediate_size = config.intermediate_size
+    if intermediate_size % num_devices:
+        raise ValueError(f"{intermediate_size=} must be a multiple of {num_devices=}")
+    return replace(config, num_kv_heads=config.num_kv_heads * repeats)
+
+
+def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
+    """Return the same model with at least as many KV heads as devices.
+
+    Where there are fewer, each is repeated, and its query heads are shared out among its copies, so
+    that each device gets one. The K and V of a head are then computed and cached for each copy.
+    Traceable and differentiable: a trainer can keep the model as it is, and repeat the heads of
+    each version that it gives to an engine.
+
+    Args:
+        decoder: with its weights. The result shares all of them but q, k and v.
+        num_devices: `EngineConfig.tensor_parallel`.
+
+    Raises:
+        ValueError: the devices can't share the heads or the MLP evenly.
+    """
+    config = config_on(decoder.config, num_devices)
+    repeats = config.num_kv_heads // decoder.config.num_kv_heads
+    if repeats == 1:
+        return decoder
+    params = []
+    for path, param in nnx.to_flat_state(nnx.state(decoder)):
+        if path[-2] == "qkv_proj":
+            heads = param.get_value()  # [Hkv, Hq / Hkv + 2, D, ...]
+            q = heads[:, :-2].reshape(config.num_kv_heads, -1, *heads.shape[2:])
+            kv = jnp.repeat(heads[:, -2:], repeats, axis=0)
+            param = param.replace(jnp.concatenate([q, kv], axis=1))
+        params.append((path, param))
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, nnx.from_flat_state(params))

@@ -1,0 +1,155 @@
+"""The command `python -m models.server`: its options, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from models.command.options import (
+    add_engine_options,
+    add_model_options,
+    add_template_option,
+    status_of,
+)
+
+_API_KEY = "PALLAS_PAGED_API_KEY"
+PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
+_EPILOG = """\
+output:
+  One line on the standard output when requests are accepted, with the address. Progress and errors
+  go to the standard error.
+
+signals:
+  At Ctrl-C or SIGTERM the server accepts no more requests, and serves those that it has for up to
+  --drain-timeout seconds. A second signal ends it at once.
+
+exit status:
+  0 after a shutdown, 2 bad options or files, 130 and 143 a signal before it served or a second one
+"""
+
+
+class Signals:
+    """Ends the process at SIGINT or SIGTERM: at once, or while it serves after a shutdown.
+
+    A second signal ends it at once. A SIGINT that the parent has ignored stays ignored. Make it
+    before other threads start, in the main thread.
+    """
+
+    def __init__(self) -> None:
+        """Block the signals, and start a thread that waits for them."""
+        self._stop: Callable[[], object] | None = None
+        signals = {signal.SIGTERM}
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signals.add(signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        threading.Thread(target=self._wait, args=(signals,), daemon=True).start()
+
+    def call(self, stop: Callable[[], object]) -> None:
+        """Call this function at the first signal, from another thread."""
+        self._stop = stop
+
+    def _wait(self, signals: set[signal.Signals]) -> None:
+        while True:
+            number = signal.sigwait(signals)
+            if (stop := self._stop) is None:
+                os._exit(128 + number)
+            self._stop = None
+            print("shutting down ... (again: at once)", file=sys.stderr, flush=True)
+            stop()
+
+
+def run() -> NoReturn:
+    """Run the command as a process of its own."""
+    raise SystemExit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; errors of its user are one line on stderr."""
+    args = _parser().parse_args(argv)
+    return status_of(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{', '.join(missing)} not found: install the extra [models]")
+    signals = Signals()
+    print("importing JAX ...", file=sys.stderr, flush=True)
+    from models.command.serve import serve
+
+    serve(args, _api_keys(args), signals.call)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.server",
+        description="Serve a Llama-family model over HTTP, with the endpoints of OpenAI's API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    server = parser.add_argument_group("server")
+    add = server.add_argument
+    add("--host", default="127.0.0.1", help="address (127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
+    add("--served-model-name", metavar="NAME", help="of the model (the checkpoint's folder)")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
+    )
+    add(
+        "--allow-priority",
+        action="store_true",
+        default=None,
+        help="requests may have a priority, and so pass others",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="that the header Host must have; repeatable (any)",
+    )
+    add_template_option(server)
+    add(
+        "--warmup",
+        choices=("none", "default", "all"),
+        default="default",
+        help="compile before the start what requests need: those without options and greedy ones,"
+        " or all (default); the rest compiles when it first occurs",
+    )
+    add("--access-log", action="store_true", help="a line for each request")
+    limits = parser.add_argument_group("limits")
+    for name, kind, default, text in (
+        ("max-body-bytes", int, 8 << 20, "of a request"),
+        ("max-total-body-bytes", int, 256 << 20, "of all bodies being read; more get status 503"),
+        ("max-queue", int, 1024, "sequences that wait; more requests get status 429"),
+        ("max-connections", int, 4096, "open at a time; more get status 503"),
+        ("request-timeout", float, 600, "seconds of a request, its wait included"),
+        ("drain-timeout", float, 30, "seconds that a shutdown waits for requests"),
+    ):
+        metavar = "N" if kind is int else "S"
+        limits.add_argument(
+            f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} ({default})"
+        )
+    add_model_options(parser)
+    add_engine_options(parser)
+    return parser
+
+
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the keys of the options, or that of the environment."""
+    if args.api_key is not None:
+        return tuple(args.api_key)
+    key = os.environ.get(_API_KEY)
+    return (key,) if key else ()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,1 +1,0 @@
-"""`python -m models.server`: a checkpoint over HTTP, by `pallas_paged.server`."""

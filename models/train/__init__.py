@@ -1,0 +1,1 @@
+"""Training of the byte-level demo model."""

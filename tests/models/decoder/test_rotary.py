@@ -1,0 +1,86 @@
+"""Rotary embeddings equal those of transformers, for every scaling and both spellings."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from models.decoder import ModelConfig, load_checkpoint
+from models.decoder.rotary import inverse_frequencies, rotation
+from tests.support.dense_oracle import dense_logits
+from tests.support.marks import slow
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MODEL = json.loads((GOLDENS / "llama" / "config.json").read_text())
+del MODEL["rope_parameters"]
+CASES = json.loads((GOLDENS / "rotary.json").read_text())
+TINY = [name for name in CASES if not name.startswith("large")]
+LENGTHS = {name: (24, 96) if name in TINY else (131072,) for name in CASES}
+# The decoder takes what `rotation` returns, and its rows may have frequencies of their own.
+OWN = ("dynamic", "longrope")
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDENS / "rotary.npz") as file:
+        return dict(file)
+
+
+def config_of(name):
+    head_dim = 16 if name in TINY else 128
+    return ModelConfig.from_hugging_face(MODEL | CASES[name] | {"head_dim": head_dim})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_and_angles_equal_transformers(name, golden):
+    config = config_of(name)
+    for length in LENGTHS[name]:
+        inverse = inverse_frequencies(config, length)
+        assert inverse.dtype == np.float32
+        # The last bits of powers of float32. transformers rounds a base that grows to float32, too.
+        rtol = 5e-7 if name == "dynamic" else 1.3e-7
+        np.testing.assert_allclose(inverse, golden[f"{name}.inv_freq.{length}"], rtol=rtol)
+        positions = np.arange(length, dtype=np.int32)
+        angles = rotation(positions, config, whole_rows=True)
+        # The last bit of a low frequency, times the position. GPUs round cosines more coarsely.
+        tolerance = (2e-6 if jax.default_backend() == "gpu" else 1e-6) + 5e-11 * length
+        for found, kind in zip(angles, ("cos", "sin"), strict=True):
+            assert found.shape == (length, 1, config.head_dim // 2)
+            expected = golden[f"{name}.{kind}.{length}"]
+            found = np.asarray(found)[-len(expected) :, 0]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [*OWN, "llama3", *slow(sorted({*TINY} - {*OWN, "llama3"}))])
+def test_logits_equal_transformers(name, golden, tmp_path):
+    shutil.copytree(GOLDENS / "llama", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | CASES[name]))
+    model, _ = load_checkpoint(tmp_path)
+    for length in LENGTHS[name]:
+        tokens = np.int32(golden["tokens"][:, :length])
+        logits, expected = dense_logits(model, tokens)[:, -4:], golden[f"{name}.logits.{length}"]
+        assert np.abs(logits - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_frequencies_depend_on_the_context_with_a_cache_and_on_the_row_without_one(name):
+    config = config_of(name)
+    original = config.rope_scaling.original_max_position_embeddings
+    # Rows one longer than the original context, as long, and shorter.
+    longer = np.arange(original + 1)
+    rows = np.stack([longer, np.minimum(longer, original - 1), longer * 2 // 3]).astype(np.int32)
+    found = np.stack(rotation(rows, config, whole_rows=True), axis=1)
+    factor = getattr(config.rope_scaling, "attention_factor", 1.0)
+    for row, alone in zip(rows, found, strict=True):
+        length = int(row[-1]) + 1
+        angles = row[:, None, None] * inverse_frequencies(config, length)
+        expected = factor * np.stack([np.cos(angles), np.sin(angles)])
+        np.testing.assert_allclose(alone, expected, atol=2e-6)
+        cached = rotation(row, replace(config, max_position_embeddings=length))
+        np.testing.assert_allclose(np.stack(cached), expected, atol=2e-6)
+    assert np.abs(found[0, 0, 10] - found[2, 0, 15]).max() > 1e-3  # the same position

@@ -187,7 +187,7 @@ def _completions(service: Service, parse: Callable[[Fields, Service], Call]) -> 
 
 def _models(service: Service) -> Endpoint:
     model = {
-        "id": service.config.model_name,
+        "id": service.config.served_model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "pallas_paged",

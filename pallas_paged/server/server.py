@@ -309,8 +309,9 @@ def ready_line(service: Service, bound: socket.socket) -> str:
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     engine = service.engine.engine
     config, stats = engine.config, engine.stats()
+    name = service.config.served_model_name
     return (
-        f"{address} serves {service.config.model_name}: {service.max_model_len} tokens of context,"
+        f"{address} serves {name}: {service.max_model_len} tokens of context,"
         f" {config.max_num_seqs} sequences at a time, {stats.num_pages} pages of"
         f" {config.page_size} tokens ({stats.pool_bytes / 2**20:,.0f} MiB)"
     )

@@ -258,11 +258,11 @@ def test_sleep_frees_the_pool_and_requests_go_on_after_wake(greedy_tokens, serve
     assert all(leaf.is_deleted() for leaf in pool)
     engine.check()
     late = engine.submit(PROMPTS[1], greedy())
-    with pytest.raises(RuntimeError, match="the engine sleeps: call wake"):
+    with pytest.raises(RuntimeError, match="the engine sleeps: call wake_up"):
         engine.step()
     assert engine.stats().pool_bytes > 0
-    engine.wake()
-    engine.wake()
+    engine.wake_up()
+    engine.wake_up()
     run(engine)
     assert tokens_of(requests) == tokens_of(served_alone)
     assert reasons_of(requests) == reasons_of(served_alone)

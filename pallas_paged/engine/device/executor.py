@@ -227,7 +227,7 @@ class Executor:
         self._counts = None
 
     @_followed
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate the pool again."""
         self.state = replace(self.state, pool=self._create_pool())
 

@@ -190,6 +190,8 @@ class Replica:
             num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
             num_running=sum(len(replica.scheduler.running) for replica in replicas),
             num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
+            prefix_cache_queries=sum(replica.scheduler.num_queried_tokens for replica in replicas),
+            prefix_cache_hits=sum(replica.scheduler.num_hit_tokens for replica in replicas),
             compilations=sum(replica.runner.num_compiled for replica in replicas),
             num_pages=sum(replica.num_pages for replica in replicas),
             num_shared_pages=sum(

@@ -119,8 +119,8 @@ class Replicas:
         Raises:
             ValueError: a size is out of range for this model, or for the devices.
         """
-        places = placements(config.tensor_parallel, config.data_parallel, devices)
-        model.kv_cache_spec.on_devices(config.tensor_parallel)
+        places = placements(config.tensor_parallel_size, config.data_parallel_size, devices)
+        model.kv_cache_spec.on_devices(config.tensor_parallel_size)
         self.followers: Followers | None = None
         self.leader: Leader | None = None
         self.num_processes = places[0].num_processes
@@ -264,10 +264,10 @@ class Replicas:
             replica.sleep()
         self._router.reset()
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate the pools again."""
         for replica in self._all:
-            replica.runner.executor.wake()
+            replica.runner.executor.wake_up()
 
     def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
         """Compile for each replica, one after another: later ones find more in JAX's caches."""

@@ -129,7 +129,9 @@ class OutputProcessor:
                 request.prompt_logprobs[index] = entry
         if not token_ids:
             return
-        request.first_token_time = request.first_token_time or now
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self._counters.prompt_tokens += len(request.prompt_token_ids)
         self._mark_changed(self.groups[request], sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
             self._finish(sequence, "length")

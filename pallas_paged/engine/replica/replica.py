@@ -99,6 +99,7 @@ class Replica:
         self.counters = Counters(num_free_pages=num_pages)
         self.outputs = OutputProcessor(tokenizer, model.eos_token_ids, self.counters)
         self._num_scheduler_steps = config.num_scheduler_steps
+        self._max_num_seqs = config.max_num_seqs
         self._calls: deque[_Call] = deque()
         self._last_read: float | None = None
         self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
@@ -120,9 +121,8 @@ class Replica:
         return len(self._calls)
 
     def add(self, request: Request) -> None:
-        """Put the sequences of a request into the waiting queue."""
+        """Put a request into the queue; it has no sequences before it may get a slot."""
         self.outputs.add(request)
-        self._reschedule()
 
     def abort(self, request: Request) -> None:
         """End an unfinished request as it stands."""
@@ -140,11 +140,9 @@ class Replica:
 
     def finish_step(self, dispatched: int) -> None:
         """Read the call before, given what `dispatch` returned."""
-        busy = self.scheduler.waiting or self.scheduler.running
-        while len(self._calls) > (dispatched if busy else 0):
+        while len(self._calls) > (dispatched if self.outputs.groups else 0):
             self._read()
-            busy = self.scheduler.waiting or self.scheduler.running
-        if not busy:
+        if not self.outputs.groups:
             self.update_table()
             self._count_idle_pages()
 
@@ -187,7 +185,9 @@ class Replica:
             replica._count_idle_pages()
         pools = [replica.runner.executor.pool_shape for replica in replicas]
         return Counters.sum([replica.counters for replica in replicas]).snapshot(
-            num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
+            num_waiting=sum(
+                len(replica.scheduler.waiting) + len(replica.outputs.queue) for replica in replicas
+            ),
             num_running=sum(len(replica.scheduler.running) for replica in replicas),
             num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
             prefix_cache_queries=sum(replica.scheduler.num_queried_tokens for replica in replicas),
@@ -209,6 +209,7 @@ class Replica:
 
     def _schedule(self) -> SchedulerOutput:
         def schedule() -> SchedulerOutput | None:
+            self._begin_requests()
             steps = [call.in_flight.scheduled.num_steps for call in self._calls]
             return self.scheduler.schedule(
                 in_flight=bool(steps),
@@ -224,6 +225,13 @@ class Replica:
             self.update_table()
             self.scheduler.resync(self.runner.executor.num_free)
         return scheduled
+
+    def _begin_requests(self) -> None:
+        """Let requests begin that may get a slot: those behind them cost a step nothing."""
+        queue, waiting, most = self.outputs.queue, self.scheduler.waiting, self._max_num_seqs
+        while queue and (len(waiting) < most or queue[0].order < waiting[most - 1].order):
+            self.outputs.begin()
+            self._reschedule()
 
     def _num_steps(self) -> int:
         """Most decode steps of the next call, by the time that a step took."""

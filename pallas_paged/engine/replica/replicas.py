@@ -166,7 +166,7 @@ class Replicas:
         """Number a new request, and give it to a replica for good.
 
         Raises:
-            ValueError: its id is in use. Exceptions of the tokenizer pass through.
+            ValueError: its id is in use.
         """
         request_id = request.request_id
         other = self._by_id.get(request_id)

@@ -96,7 +96,8 @@ def answer_http_error(request: Request, error: Exception) -> Response:
 
 def answer_bug(_: Request, error: Exception) -> Response:
     """Answer an exception that should not have occurred; the server logs it."""
-    return APIError(500, f"internal error: {type(error).__name__}").response()
+    headers = {"connection": "close"}  # which uvicorn does after an exception
+    return APIError(500, f"internal error: {type(error).__name__}", headers=headers).response()
 
 
 def answer_nothing(_: Request, error: Exception) -> Response:

@@ -129,7 +129,7 @@ def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):
     (request,) = submit(engine, PROMPTS[:1], greedy())
     engine.step()
     engine.abort(request)
-    assert [replica.in_flight for replica in engine.replicas] == [True, False]
+    assert [replica.calls_in_flight for replica in engine.replicas] == [1, 0]
     assert not engine.idle
     run(engine)
 
@@ -180,7 +180,7 @@ def test_a_failure_of_one_replica_ends_the_engine(monkeypatch, failing):
     with pytest.raises(RuntimeError, match="a step failed: the device is gone"):
         run(engine, check=False)
     assert all(request.finished for request in requests)
-    assert not any(replica.in_flight for replica in engine.replicas)
+    assert not any(replica.calls_in_flight for replica in engine.replicas)
 
 
 def test_a_closed_engine_frees_its_pools_and_ends_its_requests():

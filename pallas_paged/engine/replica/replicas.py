@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import jax
 
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect
 from pallas_paged.engine.model import Model
@@ -133,14 +134,16 @@ class Replicas:
         self.num_pages, self.max_model_len = config.sizes(model, places)
         self._all = [
             Replica(
-                model,
-                one,
-                config,
-                place,
+                Executor(
+                    model,
+                    one,
+                    config,
+                    place,
+                    num_pages=self.num_pages,
+                    max_len=self.max_model_len,
+                    followers=self.followers,
+                ),
                 tokenizer,
-                num_pages=self.num_pages,
-                max_len=self.max_model_len,
-                followers=self.followers,
             )
             for one, place in zip(weights, places, strict=True)
         ]
@@ -160,7 +163,7 @@ class Replicas:
     @property
     def idle(self) -> bool:
         """Whether no request is unfinished, no output is left to take, and no call to read."""
-        return all(one.outputs.idle and not one.in_flight for one in self._all)
+        return all(one.outputs.idle and not one.calls_in_flight for one in self._all)
 
     def add(self, request: Request) -> None:
         """Number a new request, and give it to a replica for good.
@@ -297,10 +300,9 @@ class Replicas:
         """Make the calls of process 0; return False when it has closed the engine.
 
         Raises:
-            RuntimeError: this is process 0 or the only one; or process 0 has failed or ended.
+            RuntimeError: process 0 has failed or ended.
         """
-        if self.leader is None:
-            raise RuntimeError("follow() is for the other processes than process 0 of an engine")
+        assert self.leader is not None
         return self.leader.follow(self._all[0].runner.executor)
 
     def fail(self, error: BaseException) -> None:

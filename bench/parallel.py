@@ -38,7 +38,7 @@ def measure_steps(name: str, rows: Sequence[int], count: int, args: argparse.Nam
             [SamplingParams(temperature=0.0)] * num_seqs,
             length=args.length,
             num_steps=args.steps,
-            tensor_parallel=count,
+            tensor_parallel_size=count,
         )
         if result["read_gbps"]:  # each device reads its part of the weights and of the K/V
             length = round(result["context"])
@@ -51,8 +51,8 @@ def measure_steps(name: str, rows: Sequence[int], count: int, args: argparse.Nam
 def measure_serving(name: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Serve requests that come at once; the same on any number of devices."""
     shape = SHAPES[name]
-    tensor_parallel = config["tensor_parallel"]
-    mesh = make_mesh(tensor_parallel, TENSOR_AXIS) if tensor_parallel > 1 else None
+    tensor_parallel_size = config["tensor_parallel_size"]
+    mesh = make_mesh(tensor_parallel_size, TENSOR_AXIS) if tensor_parallel_size > 1 else None
     model, weights = engine_model(random_model(shape, mesh))
     max_len = min(args.max_len, shape.max_model_len // 2)
     trace = nano_vllm_trace(
@@ -123,8 +123,8 @@ def markdown(run: dict[str, Any]) -> str:
             rows.append(
                 [
                     one["model"],
-                    str(one["tensor_parallel"]),
-                    str(one["data_parallel"]),
+                    str(one["tensor_parallel_size"]),
+                    str(one["data_parallel_size"]),
                     number(one["warmup_s"]),
                     number(one["seconds"], ".2f"),
                     number(one["tokens_per_s"], ".0f"),
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             note("steps", measure_steps(name, args.rows, count, args))
     configs = [(1, 1)] + [x for n in args.devices if n > 1 for x in ((n, 1), (1, n))]
     for tensor, data in configs:
-        config = {"tensor_parallel": tensor, "data_parallel": data}
+        config = {"tensor_parallel_size": tensor, "data_parallel_size": data}
         note("serving", (measure_serving(args.serving_shape, one, args) for one in (config,)))
     cli.publish(run, args, markdown(run))
     return run
@@ -231,7 +231,7 @@ def _progress(one: dict[str, Any]) -> str:
         limit = number(one["limit_us"], ".0f")
         rows = f"{one['model']}, {one['num_seqs']} rows on {one['devices']}"
         return f"{rows}: {one['wall_us']:.0f} us, limit {limit} us"
-    sizes = f"tensor {one['tensor_parallel']}, data {one['data_parallel']}"
+    sizes = f"tensor {one['tensor_parallel_size']}, data {one['data_parallel_size']}"
     return f"{one['model']}, {sizes}: {one['seconds']:.2f} s"
 
 

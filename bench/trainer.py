@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     record("sleep", engine.sleep)
     record("update_params, asleep", lambda: engine.update_params(sets[0]))
-    record("wake", engine.wake)
+    record("wake", engine.wake_up)
     record("generate after it", generate, num_tokens=num_seqs * max_tokens)
     engine.check()
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -31,7 +31,10 @@ def serve_over_http(engine: Engine, trace: Sequence[TraceRequest], *, seconds: f
         RuntimeError: if a request ends without all its tokens.
     """
     config = ServerConfig(
-        model_name="bench", max_queue=len(trace), max_connections=len(trace) + 16, drain_timeout=5.0
+        served_model_name="bench",
+        max_queue=len(trace),
+        max_connections=len(trace) + 16,
+        drain_timeout=5.0,
     )
     prepare_process()
     server = Server(Service(AsyncEngine(engine), config=config))

@@ -165,12 +165,12 @@ class AsyncEngine:
         await self._call(self._engine.reset_prefix_cache)
 
     async def sleep(self) -> None:
-        """Free the pool's memory. Unfinished and new requests wait for `wake`."""
+        """Free the pool's memory. Unfinished and new requests wait for `wake_up`."""
         await self._call(self._engine.sleep)
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         """Allocate the pool again after `sleep`."""
-        await self._call(self._engine.wake)
+        await self._call(self._engine.wake_up)
 
     async def warmup(self, params: Sequence[SamplingParams] | None = None) -> None:
         """Compile every shape that a step may have, as `Engine.warmup`."""
@@ -251,7 +251,7 @@ class AsyncEngine:
         try:
             while not self._is_done():
                 if self._draining and self._collectors and engine.is_sleeping:
-                    engine.wake()
+                    engine.wake_up()
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     _run(*self._commands.get())

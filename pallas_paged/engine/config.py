@@ -31,10 +31,10 @@ class EngineConfig:
         enable_prefix_caching: whether requests reuse the pages of earlier ones with equal prefixes.
         kv_cache_dtype: "int8", "fp8", or None for the dtype of the model.
         implementation, interpret: of the attention, as in `paged_attention`.
-        tensor_parallel: devices over which the heads and the weights of each replica are sharded.
-            It must divide the model's KV heads or be a multiple of them, and divide its query
-            heads.
-        data_parallel: replicas, each with its own devices, weights, pool and prefix cache. All
+        tensor_parallel_size: devices over which the heads and the weights of each replica are
+            sharded. It must divide the model's KV heads or be a multiple of them, and divide its
+            query heads.
+        data_parallel_size: replicas, each with its own devices, weights, pool and prefix cache. All
             sizes above are those of one replica.
 
     Raises:
@@ -53,8 +53,8 @@ class EngineConfig:
     kv_cache_dtype: str | None = None
     implementation: str | None = None
     interpret: bool = False
-    tensor_parallel: int = 1
-    data_parallel: int = 1
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -62,8 +62,8 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "num_scheduler_steps",
-            "tensor_parallel",
-            "data_parallel",
+            "tensor_parallel_size",
+            "data_parallel_size",
         ):
             check_integer(name, getattr(self, name), 1)
         for name in ("num_pages", "max_model_len"):
@@ -96,10 +96,10 @@ class EngineConfig:
             placements: of the replicas, whose pools are alike; None is JAX's default device.
 
         Raises:
-            ValueError: max_model_len is more than the model's, or tensor_parallel does not fit it.
+            ValueError: max_model_len is more than the model's, or tensor_parallel_size is wrong.
         """
         spec, max_len = model.kv_cache_spec, self.max_model_len or model.max_model_len
-        spec.on_devices(self.tensor_parallel)
+        spec.on_devices(self.tensor_parallel_size)
         if max_len > model.max_model_len:
             raise ValueError(
                 f"max_model_len={max_len} must be at most the model's {model.max_model_len}"

@@ -55,9 +55,9 @@ class Engine:
             model, params: the model and its weights, a pytree of arrays.
             config: sizes; None takes the defaults.
             tokenizer: for prompts, outputs and stop strings as texts; None works with token ids.
-            devices: those to use, of which replica r takes `tensor_parallel` from
-                `r * tensor_parallel` on. None takes JAX's default device if one is enough, else the
-                first of this process or, if these are too few, of all processes.
+            devices: those to use, of which replica r takes `tensor_parallel_size` from
+                `r * tensor_parallel_size` on. None takes JAX's default device if one is enough,
+                else the first of this process or, if these are too few, of all processes.
 
         Raises:
             ValueError: an argument has a wrong type, or does not fit the model or the devices.
@@ -245,7 +245,7 @@ class Engine:
             self.replicas.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
+        """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake_up`."""
         self._check_alive()
         if not self.is_sleeping:
             with self._fatal():
@@ -253,12 +253,12 @@ class Engine:
                 self.replicas.sleep()
                 self.is_sleeping = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate the pool again after `sleep`."""
         self._check_alive()
         if self.is_sleeping:
             with self._fatal(only_if_multi_process=True):
-                self.replicas.wake()
+                self.replicas.wake_up()
                 self.is_sleeping = False
 
     def warmup(
@@ -388,7 +388,7 @@ class Engine:
     def _check_awake(self) -> None:
         self._check_alive()
         if self.is_sleeping:
-            raise RuntimeError("the engine sleeps: call wake() first")
+            raise RuntimeError("the engine sleeps: call wake_up() first")
 
     def _check_alive(self) -> None:
         self._check_error()

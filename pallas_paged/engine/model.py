@@ -52,7 +52,7 @@ class KVCacheSpec:
         """
         if self.num_kv_heads % num_devices and num_devices % self.num_kv_heads:
             raise ValueError(
-                f"tensor_parallel={num_devices} must divide the model's "
+                f"tensor_parallel_size={num_devices} must divide the model's "
                 f"num_kv_heads={self.num_kv_heads}, or be a multiple of it"
             )
         return replace(self, num_kv_heads=max(self.num_kv_heads, num_devices))

@@ -103,6 +103,11 @@ class SamplingParams:
         return self.beam_width or self.best_of or self.n
 
     @property
+    def ranks(self) -> bool:
+        """Whether the completions to return are chosen at the end."""
+        return bool(self.beam_width or self.best_of)
+
+    @property
     def greedy(self) -> bool:
         """Whether every token is the most probable one or is chosen by beam search."""
         # A device may take a subnormal as 0.
@@ -117,7 +122,7 @@ class SamplingParams:
     @property
     def needs_logprobs(self) -> bool:
         """Whether log-probabilities of new tokens are needed, to report or to rank by."""
-        return bool(self.beam_width or self.best_of) or self.logprobs is not None
+        return self.ranks or self.logprobs is not None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -26,8 +26,10 @@ class EngineStats:
         num_finished: requests that ended by themselves.
         num_aborted, num_failed: requests that were aborted, or ended by an error.
         num_preemptions: times that a sequence gave up its pages, to be computed again.
-        prompt_tokens: of all requests that have ended.
-        cached_tokens: of those, found in the prefix cache.
+        prompt_tokens: of all requests that have had their first token.
+        prefix_cache_queries: tokens of prompts that were looked up in the prefix cache, once for
+            each request, when it starts; those of a restarted one again.
+        prefix_cache_hits: of those, tokens that the cache had.
         computed_tokens: tokens that went through the model, recomputed ones included.
         generated_tokens: new tokens; of beams those that are returned.
         num_steps: steps of the model.
@@ -54,7 +56,8 @@ class EngineStats:
     num_failed: int
     num_preemptions: int
     prompt_tokens: int
-    cached_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     computed_tokens: int
     generated_tokens: int
     num_steps: int
@@ -78,8 +81,9 @@ class EngineStats:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompts' tokens that were not computed."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """Share of the tokens that were looked up and found."""
+        queries = self.prefix_cache_queries
+        return self.prefix_cache_hits / queries if queries else 0.0
 
 
 @dataclass(kw_only=True)
@@ -90,7 +94,6 @@ class Counters:
     num_aborted: int = 0
     num_failed: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     num_steps: int = 0
@@ -107,8 +110,6 @@ class Counters:
 
     def count_request(self, request: Request) -> None:
         """Count a request that has ended."""
-        self.prompt_tokens += len(request.prompt_token_ids)
-        self.cached_tokens += request.num_cached_tokens
         reasons = {output.finish_reason for output in request.outputs}
         if "error" in reasons:
             self.num_failed += 1

@@ -50,8 +50,8 @@ class EngineRollout(base_rollout.BaseRollout):
             model: computes the same as `rollout_actor`, by the engine's protocol.
             params_of: returns the parameters of `model` from `rollout_actor`, as a pytree of
                 arrays, without computation.
-            engine_config: sizes; `tensor_parallel` and `data_parallel` say how the devices are
-                used. None takes the defaults.
+            engine_config: sizes; `tensor_parallel_size` and `data_parallel_size` say how the
+                devices are used. None takes the defaults.
         """
         del rollout_config
         adapted = isinstance(tokenizer, TokenizerAdapter)

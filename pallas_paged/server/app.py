@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pallas_paged.engine import AsyncEngine, Tokenizer
-from pallas_paged.server.call import Call
 from pallas_paged.server.chat_completions import parse_chat, take_conversation
 from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.completions import parse_completion
-from pallas_paged.server.fields import (
-    APIError,
-    Fields,
-    answer_api_error,
-    answer_bug,
-    answer_http_error,
-    answer_nothing,
-    bad_request,
-)
+from pallas_paged.server.fields import APIError, bad_request, error_of
 from pallas_paged.server.generation import respond
 from pallas_paged.server.metrics import HEALTH_SECONDS
 from pallas_paged.server.service import ServerConfig, Service
@@ -50,9 +41,6 @@ _PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def create_app(
@@ -102,33 +90,33 @@ def app_of(service: Service) -> Starlette:
             await service.metrics.refresh()
             yield
 
-    def counted(answer: Callable[[Request, Exception], Response]) -> ErrorHandler:
-        async def answer_and_count(request: Request, error: Exception) -> Response:
-            response = answer(request, error)
-            service.metrics.answered(response.status_code)
-            return response
+    async def answer(request: Request, error: Exception) -> Response:
+        known = error_of(request, error)
+        service.metrics.answered(known.status)
+        return known.response()
 
-        return answer_and_count
+    async def answer_nobody(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # the client has left; no bytes of it are sent
 
-    post = ["POST"]
+    endpoints, post = _Endpoints(service), ["POST"]
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", _completions(service, parse_chat), methods=post),
-            Route("/v1/completions", _completions(service, parse_completion), methods=post),
-            Route("/v1/models", _models(service)),
-            Route("/v1/models/{name:path}", _models(service)),
-            Route("/tokenize", _tokenize(service), methods=post),
-            Route("/detokenize", _detokenize(service), methods=post),
-            Route("/health", _health(service)),
-            Route("/metrics", _metrics(service)),
-            *(Route(path, _page(file)) for path, file in _PAGE_FILES.items()),
+            Route("/v1/chat/completions", endpoints.chat_completions, methods=post),
+            Route("/v1/completions", endpoints.completions, methods=post),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.models),
+            Route("/tokenize", endpoints.tokenize, methods=post),
+            Route("/detokenize", endpoints.detokenize, methods=post),
+            Route("/health", endpoints.health),
+            Route("/metrics", endpoints.metrics),
+            *(Route(path, endpoints.page) for path in _PAGE_FILES),
         ],
         middleware=[Middleware(_HeaderCheck, service=service)],
         exception_handlers={
-            APIError: counted(answer_api_error),
-            ClientDisconnect: answer_nothing,
-            HTTPException: counted(answer_http_error),
-            Exception: counted(answer_bug),
+            APIError: answer,
+            ClientDisconnect: answer_nobody,
+            HTTPException: answer,
+            Exception: answer,
         },
         lifespan=lifespan,
     )
@@ -177,35 +165,34 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _completions(service: Service, parse: Callable[[Fields, Service], Call]) -> Endpoint:
-    async def completions(request: Request) -> Response:
-        fields = await service.read_fields(request)
-        return await respond(service, parse(fields, service), request)
+class _Endpoints:
+    def __init__(self, service: Service):
+        self._service = service
+        self._model = {
+            "id": service.config.served_model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "pallas_paged",
+            "max_model_len": service.max_model_len,
+            "has_chat_template": service.chat_template is not None,
+        }
 
-    return completions
+    async def chat_completions(self, request: Request) -> Response:
+        fields = await self._service.read_fields(request)
+        return await respond(self._service, parse_chat(fields, self._service), request)
 
+    async def completions(self, request: Request) -> Response:
+        fields = await self._service.read_fields(request)
+        return await respond(self._service, parse_completion(fields, self._service), request)
 
-def _models(service: Service) -> Endpoint:
-    model = {
-        "id": service.config.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "pallas_paged",
-        "max_model_len": service.max_model_len,
-        "has_chat_template": service.chat_template is not None,
-    }
-
-    async def models(request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         if (name := request.path_params.get("name")) is not None:
-            service.check_model(name)
-            return JSONResponse(model)
-        return JSONResponse({"object": "list", "data": [model]})
+            self._service.check_model(name)
+            return JSONResponse(self._model)
+        return JSONResponse({"object": "list", "data": [self._model]})
 
-    return models
-
-
-def _tokenize(service: Service) -> Endpoint:
-    async def tokenize(request: Request) -> Response:
+    async def tokenize(self, request: Request) -> Response:
+        service = self._service
         fields = await service.read_fields(request)
         service.take_model(fields)
         prompt = fields.take("prompt", str)
@@ -225,11 +212,8 @@ def _tokenize(service: Service) -> Endpoint:
         counts = {"count": len(token_ids), "max_model_len": service.max_model_len}
         return JSONResponse(counts | {"tokens": token_ids})
 
-    return tokenize
-
-
-def _detokenize(service: Service) -> Endpoint:
-    async def detokenize(request: Request) -> Response:
+    async def detokenize(self, request: Request) -> Response:
+        service = self._service
         fields = await service.read_fields(request)
         service.take_model(fields)
         token_ids = fields.take("tokens", list)
@@ -241,33 +225,19 @@ def _detokenize(service: Service) -> Endpoint:
             service.check_token_ids(token_ids, "tokens")
             return service.tokenizer.decode(token_ids)
 
-        text = await service.encode(decode, len(token_ids))
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": await service.encode(decode, len(token_ids))})
 
-    return detokenize
-
-
-def _health(service: Service) -> Endpoint:
-    async def health(_: Request) -> Response:
-        await service.metrics.refresh(HEALTH_SECONDS)
-        if service.metrics.error is not None:
+    async def health(self, _: Request) -> Response:
+        await self._service.metrics.refresh(HEALTH_SECONDS)
+        if self._service.metrics.error is not None:
             return JSONResponse({"status": "dead"}, 503)
-        if service.is_draining:
+        if self._service.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
         return JSONResponse({"status": "ok"})
 
-    return health
+    async def metrics(self, _: Request) -> Response:
+        return Response(await self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-
-def _metrics(service: Service) -> Endpoint:
-    async def metrics(_: Request) -> Response:
-        return Response(await service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    return metrics
-
-
-def _page(name: str) -> Endpoint:
-    async def page(_: Request) -> Response:
+    async def page(self, request: Request) -> Response:
+        name = _PAGE_FILES[request.scope["path"]]
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
-
-    return page

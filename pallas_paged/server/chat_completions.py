@@ -118,7 +118,7 @@ class _ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, service: Service, *, num_top: int, has_ids: bool):
-        super().__init__("chat.completion", "chatcmpl", service.config.model_name)
+        super().__init__("chat.completion", "chatcmpl", service.config.served_model_name)
         self._service, self._num_top, self._has_ids = service, num_top, has_ids
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:

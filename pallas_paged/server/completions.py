@@ -89,7 +89,7 @@ class _TextAnswer(Answer):
         num_top: int,
         has_ids: bool,
     ):
-        super().__init__("text_completion", "cmpl", service.config.model_name)
+        super().__init__("text_completion", "cmpl", service.config.served_model_name)
         self._tokenizer, self._echo = tokenizer, echo
         self._num_top, self._has_ids = num_top, has_ids
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # by choice

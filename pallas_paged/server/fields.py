@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 BODY_SECONDS = 30.0  # in which a body must arrive
 # Clients that send a body do not see an answer before its end, unless they expect one.
@@ -80,30 +80,18 @@ def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def answer_api_error(_: Request, error: Exception) -> Response:
-    """Answer an error that the client gets as it is."""
-    assert isinstance(error, APIError)
-    return error.response()
-
-
-def answer_http_error(request: Request, error: Exception) -> Response:
-    """Answer an error of the router: an unknown path, or another method."""
-    assert isinstance(error, HTTPException)
+def error_of(request: Request, error: Exception) -> APIError:
+    """Return what the client gets of an exception; the server logs one that should not occur."""
+    if isinstance(error, APIError):
+        return error
+    if not isinstance(error, HTTPException):
+        headers = {"connection": "close"}  # which uvicorn does after an exception
+        return APIError(500, f"internal error: {type(error).__name__}", headers=headers)
+    # Of the router: an unknown path, or another method.
     what, methods = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow")
     messages = {404: f"there is no {what}", 405: f"{what}: the method must be one of {methods}"}
     message = messages.get(error.status_code, error.detail)
-    return APIError(error.status_code, message, headers=error.headers).response()
-
-
-def answer_bug(_: Request, error: Exception) -> Response:
-    """Answer an exception that should not have occurred; the server logs it."""
-    return APIError(500, f"internal error: {type(error).__name__}").response()
-
-
-def answer_nothing(_: Request, error: Exception) -> Response:
-    """Return an answer for a client that has left; no bytes of it are sent."""
-    assert isinstance(error, ClientDisconnect)
-    return Response(status_code=499)
+    return APIError(error.status_code, message, headers=error.headers)
 
 
 class Bodies:

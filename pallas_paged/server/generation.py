@@ -103,15 +103,15 @@ class Generation:
             try:
                 await self._watch(consume, prompts)
             except EngineDeadError as error:
-                service.metrics.outcome("error")
+                service.metrics.finished("error")
                 raise self._dead(error) from None
             except APIError:
-                service.metrics.outcome("timeout" if self._ended == "timeout" else "error")
+                service.metrics.finished("timeout" if self._ended == "timeout" else "error")
                 raise
             except BaseException:
-                service.metrics.outcome("abort")
+                service.metrics.finished("abort")
                 raise
-            service.metrics.outcome(self._reason)
+            service.metrics.finished(self._reason)
 
     def _submit(self, prompts: Sequence[Prompt]) -> None:
         call = self._call

@@ -18,7 +18,7 @@ HEALTH_SECONDS = 1.0  # for which an answer about the health holds; anyone may a
 ENGINE_SECONDS = 1.0  # in which the engine must answer; it does not while it compiles
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(2**n for n in range(0, 19, 2))
-_OUTCOMES = ("stop", "length", "abort", "timeout", "error")
+_FINISHED_REASONS = ("stop", "length", "abort", "timeout", "error")
 # Fields of `EngineStats` under vLLM's names, where it has them.
 _GAUGES = {
     "num_requests_running": ("num_running", "Sequences that have a slot."),
@@ -30,8 +30,9 @@ _GAUGES = {
     "kv_cache_bytes": ("pool_bytes", "Bytes of the pool."),
 }
 _COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of the prompts of requests that have ended."),
-    "prefix_cache_hits": ("cached_tokens", "Tokens of those that the prefix cache had."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of the prompts that have been computed."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens that the prefix cache was asked for."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens of those that it had."),
     "generation_tokens": ("generated_tokens", "New tokens."),
     "computed_tokens": ("computed_tokens", "Tokens that went through the model."),
     "num_preemptions": ("num_preemptions", "Times that a sequence gave up its pages."),
@@ -57,13 +58,15 @@ class Metrics:
         self._stats = _StatsCollector(model_name)
         self._registry.register(self._stats)
         labels = {"model_name": model_name}
-        outcomes = Counter(
-            f"{PREFIX}requests",
-            "Requests that the engine took, by outcome.",
-            ["model_name", "outcome"],
+        ended = Counter(
+            f"{PREFIX}request_success",
+            "Requests that the engine took and that have ended, by the reason.",
+            ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self._outcomes = {name: outcomes.labels(outcome=name, **labels) for name in _OUTCOMES}
+        self._ended = {
+            reason: ended.labels(finished_reason=reason, **labels) for reason in _FINISHED_REASONS
+        }
         answers = Counter(
             f"{PREFIX}http_errors",
             "Answers with an error, by HTTP status.",
@@ -112,9 +115,9 @@ class Metrics:
         self._latency.observe(seconds)
         self._generation.observe(num_tokens)
 
-    def outcome(self, name: str) -> None:
+    def finished(self, reason: str) -> None:
         """Count a request that has ended."""
-        self._outcomes[name].inc()
+        self._ended[reason].inc()
 
     def answered(self, status: int) -> None:
         """Count an answer with an error."""

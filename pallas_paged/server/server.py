@@ -29,7 +29,7 @@ from pallas_paged.server.fields import APIError
 from pallas_paged.server.service import Service
 
 HEAD_SECONDS = 10.0  # in which the head of a request must arrive
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10  # the blank line included
 CLOSE_SECONDS = 2.0  # in which aborted requests can still send an error
 _KEEP_ALIVE_SECONDS = 60  # more than proxies keep idle connections
 # Seconds after which a thread of Python must let another one go on, where 0.005 is the default. The
@@ -98,7 +98,7 @@ class _Connection(asyncio.Protocol):
         with contextlib.suppress(AttributeError):  # of an old httptools; uvicorn sets it too
             self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
+        self._in_head, self._head_bytes = True, 0
         self._error: APIError | None = None  # of what has been read
 
     def connection_made(self, transport: Any) -> None:
@@ -129,16 +129,19 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._inner is None or self.transport.is_closing():
             return
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
+        # Only what a head may still have; the parser does not say how much of a read is the head.
+        size = MAX_HEAD_BYTES - self._head_bytes if self._in_head else len(data)
+        self._head_bytes += min(size, len(data))
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(data[:size])
+            if self._in_head and self._head_bytes >= MAX_HEAD_BYTES:
+                self._error = APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes")
+            else:
+                self._parser.feed_data(data[size:])
         except httptools.HttpParserUpgrade:
             pass  # to a protocol that uvicorn does not have here either
         except httptools.HttpParserError:
             self._error = APIError(400, "Invalid HTTP request received.")
-        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._error = APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes")
         if self._error is not None:
             self._refuse(self._error)
         else:
@@ -151,12 +154,16 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Of the parser: a head has ended."""
+        self._in_head = False
         self._end_head()
         if (version := self._parser.get_http_version()) not in ("1.0", "1.1"):
             self._error = APIError(505, f"HTTP/{version} must be HTTP/1.0 or HTTP/1.1")
 
+    def on_message_complete(self) -> None:
+        """Of the parser: a request has ended, and the next one may begin."""
+        self._in_head, self._head_bytes = True, 0
+
     def _await_head(self) -> None:
-        self._head_bytes = 0
         loop = asyncio.get_running_loop()
         self._head_timer = loop.call_later(HEAD_SECONDS, self.transport.abort)
 
@@ -313,8 +320,9 @@ def ready_line(service: Service, bound: socket.socket) -> str:
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     engine = service.engine.engine
     config, stats = engine.config, engine.stats()
+    name = service.config.served_model_name
     return (
-        f"{address} serves {service.config.model_name}: {service.max_model_len} tokens of context,"
+        f"{address} serves {name}: {service.max_model_len} tokens of context,"
         f" {config.max_num_seqs} sequences at a time, {stats.num_pages} pages of"
         f" {config.page_size} tokens ({stats.pool_bytes / 2**20:,.0f} MiB)"
     )

@@ -27,7 +27,7 @@ class ServerConfig:
     """Names and limits of a server.
 
     Attributes:
-        model_name: of the model in requests and answers.
+        served_model_name: of the model in requests and answers.
         api_keys: a request must have one of these keys; empty: requests need none.
         allowed_hosts: the header Host must be one of these names, without its port; empty: any.
         allow_priority: whether a request may have a priority, and so pass others.
@@ -43,7 +43,7 @@ class ServerConfig:
         ValueError: a value is out of its range.
     """
 
-    model_name: str = "model"
+    served_model_name: str = "model"
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allow_priority: bool = False
@@ -55,8 +55,10 @@ class ServerConfig:
     drain_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.model_name, str) and self.model_name):
-            raise ValueError(f"model_name={self.model_name!r} must be a text that is not empty")
+        if not (isinstance(self.served_model_name, str) and self.served_model_name):
+            raise ValueError(
+                f"served_model_name={self.served_model_name!r} must be a text that is not empty"
+            )
         for name in ("api_keys", "allowed_hosts"):
             values = getattr(self, name)  # not in the message: keys are secret
             if not isinstance(values, tuple) or not all(map(_is_ascii_text, values)):
@@ -159,9 +161,9 @@ class Service:
         if chat_defaults is not None:
             self.chat_defaults = _checked_defaults("chat_defaults", chat_defaults)
         self.max_model_len, self.vocab_size = inner.max_model_len, inner.model.vocab_size
-        num_running = inner.config.max_num_seqs * inner.config.data_parallel
+        num_running = inner.config.max_num_seqs * inner.config.data_parallel_size
         self.admission = Admission(num_running + config.max_queue)
-        self.metrics = Metrics(engine, config.model_name)
+        self.metrics = Metrics(engine, config.served_model_name)
         self.is_draining = False
         self._bodies = Bodies(config.max_total_body_bytes)
         self._tokenizer = None if tokenizer is None else text_tokenizer(tokenizer)
@@ -187,13 +189,13 @@ class Service:
 
     def take_model(self, fields: Fields) -> None:
         """Take the name of the model; raise an APIError for another one."""
-        name = fields.take("model", str, default=self.config.model_name)
+        name = fields.take("model", str, default=self.config.served_model_name)
         self.check_model(name)
 
     def check_model(self, name: str) -> None:
         """Raise an APIError if this is not the model."""
-        if name != self.config.model_name:
-            message = f"there is no model {name!r:.100}, only {self.config.model_name!r}"
+        if name != self.config.served_model_name:
+            message = f"there is no model {name!r:.100}, only {self.config.served_model_name!r}"
             raise APIError(404, message, param="model", code="model_not_found")
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -110,7 +110,7 @@ def test_steps_and_serving_on_one_device_and_on_two() -> None:
     run = parallel.main([*TWO, "--parts", "steps", "serving", *sizes])
     assert [(one["model"], one["devices"]) for one in run["steps"]] == [("tiny", 1), ("tiny", 2)]
     assert all(one["wall_us"] > 0 for one in run["steps"])
-    found = [(one["tensor_parallel"], one["data_parallel"]) for one in run["serving"]]
+    found = [(one["tensor_parallel_size"], one["data_parallel_size"]) for one in run["serving"]]
     assert found == [(1, 1), (2, 1), (1, 2)]
 
 

@@ -47,7 +47,7 @@ def inner(watchdog):
     """The engine within an `AsyncEngine`; no page is left in the end."""
     inner = make_engine(tokenizer=NumberTokenizer())
     yield inner
-    inner.wake()
+    inner.wake_up()
     assert_every_page_is_free(inner)
 
 

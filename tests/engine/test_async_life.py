@@ -162,7 +162,7 @@ async def test_the_idle_thread_sleeps(engine):
     waiting = asyncio.create_task(collect(engine.generate([1], greedy())))
     await asyncio.sleep(0.05)
     assert await cpu_seconds() < 0.01
-    await engine.wake()
+    await engine.wake_up()
     await waiting
 
 
@@ -175,7 +175,7 @@ async def test_requests_wait_while_the_engine_sleeps(engine, inner, drain):
     aborted = engine.submit([1, 2], greedy(), request_id="aborted")
     await engine.abort("aborted")
     assert [one.finished async for one in aborted] == [True]
-    await engine.wake()
+    await engine.wake_up()
     assert await asyncio.gather(*tasks) == [alone(p, greedy()) for p in PROMPTS]
     await engine.sleep()
     last = engine.submit(PROMPTS[0], greedy())

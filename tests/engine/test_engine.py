@@ -51,7 +51,7 @@ def test_requests_together_equal_the_oracle(greedy_tokens, caching):
     assert set(reasons_of(requests)) == {"length"}
     stats = engine.stats()
     assert stats.num_preemptions == sum(request.num_preemptions for request in requests) > 0
-    assert (stats.cached_tokens > 0) == caching
+    assert (stats.prefix_cache_hits > 0) == caching
 
 
 def test_every_implementation_equals_the_oracle(implementation):
@@ -118,7 +118,7 @@ def test_nothing_is_compiled_after_warmup(compilations, params, load, num_compil
     engine.abort(engine.submit([1], greedy()))
     run(engine)
     stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.cached_tokens > 0
+    assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
     assert not compilations and stats.compilations == num_compiled
 
 
@@ -245,7 +245,7 @@ def test_stats_count_the_work_and_the_pages_of_running_requests():
     assert stats.prompt_tokens == sum(lens) and stats.generated_tokens == 3 * NEW
     assert stats.computed_tokens == sum(lens) + 3 * (NEW - 1)
     assert stats.num_free_pages == stats.num_pages == engine.num_pages
-    assert stats.cache_hit_rate == stats.cached_tokens == 0 < stats.num_calls <= stats.num_steps
+    assert stats.cache_hit_rate == stats.prefix_cache_hits == 0 < stats.num_calls <= stats.num_steps
     held = sum(-(-(length + NEW - 1) // 4) for length in lens)
     assert held / stats.num_pages >= stats.peak_pages_used >= stats.pages_used > 0.5
     assert 0.5 < stats.pool_utilization <= 1

@@ -85,7 +85,7 @@ def test_an_interrupted_call_is_complete_and_the_engine_goes_on(
     owner = getattr(engine.replicas[0], owner)
     with ctrl_c_in(owner, method), pytest.raises(KeyboardInterrupt):
         call(engine, first)
-    engine.wake()
+    engine.wake_up()
     run(engine)
     assert first.finished and engine.stats().num_aborted == num_aborted
     assert tokens_of(others) == [tokens for tokens in greedy_tokens[1:] for _ in range(2)]

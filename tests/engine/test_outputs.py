@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -17,6 +18,7 @@ from pallas_paged.engine.outputs import (
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import Counters
+from tests.support.engine_calls import greedy, make_engine, run, sampling, serve, step, weights
 
 
 def test_finish_reasons_are_numbers_with_the_words_of_outputs():
@@ -89,6 +91,7 @@ def ended(*outputs, first, finish, **values) -> Request:
 
 NOW = dict(num_waiting=1, num_running=2, num_preemptions=3, compilations=4, num_pages=10)
 NOW |= dict(kv_cache_dtype="int8", pool_bytes=5, num_shared_pages=6)
+NOW |= dict(prefix_cache_queries=24, prefix_cache_hits=4)
 
 
 def assert_stats(stats, **wanted):
@@ -98,18 +101,17 @@ def assert_stats(stats, **wanted):
 def test_requests_are_counted_by_how_they_ended_and_timed_by_their_tokens():
     counters = Counters(computed_tokens=7, generated_tokens=8, num_steps=9, num_calls=2)
     for request in (
-        ended(("length", 5), arrival_time=10.0, first=12.0, finish=20.0, num_cached_tokens=3),
+        ended(("length", 5), arrival_time=10.0, first=12.0, finish=20.0),
         ended(("stop", 2), ("length", 3), first=4.0, finish=5.0),
         ended(("stop", 1), first=3.0, finish=3.0),  # one token takes no time after the first
         ended(("abort", 0), first=None, finish=9.0),
-        ended(("stop", 2), ("abort", 1), first=1.0, finish=3.0, num_cached_tokens=1),
+        ended(("stop", 2), ("abort", 1), first=1.0, finish=3.0),
         ended(("abort", 0), ("error", 0), first=None, finish=9.0),
     ):
         counters.count_request(request)
     stats = counters.snapshot(**NOW)
     assert_stats(stats, **NOW, num_finished=3, num_aborted=2, num_failed=1, num_calls=2)
-    assert_stats(stats, prompt_tokens=24, cached_tokens=4, cache_hit_rate=4 / 24, num_steps=9)
-    assert_stats(stats, computed_tokens=7, generated_tokens=8)
+    assert_stats(stats, cache_hit_rate=4 / 24, num_steps=9, computed_tokens=7, generated_tokens=8)
     # From arrival to the first token 1, 2, 3, 4 s; to the end 3, 3, 5, 10 s; a token 0.5, 2, 2 s.
     assert_stats(stats, ttft_p50=2.5, ttft_p99=3.97, latency_p50=4.0, latency_p99=9.85)
     assert_stats(stats, tpot_p50=2.0, tpot_p99=2.0)
@@ -131,18 +133,18 @@ def test_counters_begin_at_zero_and_pages_are_means_over_calls_that_hold_some():
     assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 6 / 8) / 3)
     stats = Counters().snapshot(**NOW)
     assert not any(value for name, value in vars(stats).items() if name not in NOW)
-    assert stats.cache_hit_rate == 0
+    assert replace(stats, prefix_cache_queries=0).cache_hit_rate == 0
 
 
 def test_counters_of_replicas_add_up():
     """Means are over the calls of all replicas, percentiles over all their requests."""
-    one = counters_of_pages((4, 2, 3), (1, 1, 8))
-    other = counters_of_pages((8, 0, 4), num_calls=3, num_steps=4)
-    one.count_request(ended(("length", 3), first=1.0, finish=3.0, num_cached_tokens=2))
+    one = counters_of_pages((4, 2, 3), (1, 1, 8), prompt_tokens=3)
+    other = counters_of_pages((8, 0, 4), num_calls=3, num_steps=4, prompt_tokens=5)
+    one.count_request(ended(("length", 3), first=1.0, finish=3.0))
     other.count_request(ended(("error", 3), first=3.0, finish=7.0))
     stats = Counters.sum([one, other]).snapshot(**NOW)
     assert_stats(stats, num_finished=1, num_failed=1, num_calls=3, num_steps=4)
-    assert_stats(stats, prompt_tokens=8, cached_tokens=2, num_free_pages=9, num_cached_pages=1)
+    assert_stats(stats, prompt_tokens=8, num_free_pages=9, num_cached_pages=1)
     assert_stats(stats, pages_used=(0.4 + 0.8 + 0.2) / 3, peak_pages_used=0.8)
     assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 4 / 8) / 3)
     assert_stats(stats, ttft_p50=2.0, tpot_p50=1.5, latency_p50=5.0)
@@ -155,3 +157,40 @@ def test_percentiles_are_those_of_the_newest_requests():
         for _ in range(10_000):
             counters.count_request(request)
     assert counters.snapshot(**NOW).latency_p99 == 12.0
+
+
+def test_prompts_are_counted_when_requests_start_and_have_their_first_token_not_when_they_end():
+    """Samples of a prompt count it once, and a preempted request is not counted again."""
+    engine = make_engine(num_pages=13)
+    prompt = [*range(20)]
+    serve(engine, [prompt], greedy(max_tokens=1))
+    requests = [
+        engine.submit([*prompt, 30], sampling(n=3, max_tokens=8)),
+        engine.submit([*prompt[:9], 30], greedy(max_tokens=30)),
+    ]
+    step(engine)
+    stats = engine.stats()
+    assert_stats(stats, prefix_cache_queries=20 + 21 + 10, prefix_cache_hits=20 + 8)
+    assert_stats(stats, prompt_tokens=20, num_finished=1)
+    step(engine)
+    assert_stats(engine.stats(), prompt_tokens=20 + 10, num_finished=1)
+    run(engine)
+    assert engine.stats().num_preemptions == requests[1].num_preemptions > 0
+    assert_stats(engine.stats(), prefix_cache_queries=51, prefix_cache_hits=28, prompt_tokens=51)
+    assert [one.num_cached_tokens for one in requests] == [20, 8]
+
+
+def test_a_request_that_begins_again_with_new_weights_is_counted_again():
+    engine = make_engine()
+    request = engine.submit([*range(9)], greedy(max_tokens=9))
+    while not request.outputs[0].token_ids:
+        step(engine)
+    engine.update_params(weights(), restart_running=True)
+    run(engine)
+    assert_stats(engine.stats(), prefix_cache_queries=18, prompt_tokens=18, num_finished=1)
+
+
+def test_without_a_prefix_cache_none_is_asked():
+    engine = make_engine(enable_prefix_caching=False)
+    serve(engine, [[1, 2, 3]], greedy(max_tokens=2))
+    assert_stats(engine.stats(), prefix_cache_queries=0, prefix_cache_hits=0, prompt_tokens=3)

@@ -90,7 +90,7 @@ def test_the_others_hear_of_the_end_of_one_of_them():
     leaders = [Leader(theirs) for _, theirs in pairs]
     leaders[0].close()
     with pytest.raises(RuntimeError, match="process 1 has ended") as caught:
-        followers.send("wake")
+        followers.send("wake_up")
     followers.close(caught.value)
     for leader in leaders[1:]:
         with pytest.raises(RuntimeError, match="process 0 failed: process 1 has ended"):
@@ -107,7 +107,7 @@ def test_an_engine_sends_every_call_that_changes_its_state(pair):
         following = pool.submit(leader.follow, theirs)
         serve(engine, [[1, 2, 3], [4] * 9, [5, 6]], load)
         engine.sleep()
-        engine.wake()
+        engine.wake_up()
         serve(engine, [[1, 2, 3, 4, 5]], greedy())
         followers.send("release")
         assert following.result(60)
@@ -141,11 +141,11 @@ def test_strangers_do_not_take_the_place_of_a_process(monkeypatch, message):
 
     as_process_0_of(2, monkeypatch, connect)
     followers, _ = processes.connect("sizes")
-    followers.send("wake")
+    followers.send("wake_up")
     followers.send("release")
     executor = Recorder()
     assert Leader(sockets[-1]).follow(executor)
-    assert executor.calls == [("wake", ())]
+    assert executor.calls == [("wake_up", ())]
     for one in sockets:
         one.close()
     followers.close()
@@ -189,4 +189,4 @@ def test_an_update_that_fails_in_another_process_ends_the_engine(pair):
     with pytest.raises(EngineDeadError, match="was compiled"):
         engine.update_params(params | dict(head=params["head"][:3]))
     with pytest.raises(RuntimeError, match="process 1 has failed: ValueError"):
-        followers.send("wake")
+        followers.send("wake_up")

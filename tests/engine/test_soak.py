@@ -1,5 +1,9 @@
 """Random requests in tiny pools: every page is free in the end, every output is right."""
 
+import gc
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -24,3 +28,22 @@ def test_requests_in_a_storm_get_what_they_get_alone(caching, watermark, steps, 
     engine = soak_engine(MODEL, enable_prefix_caching=caching, watermark=watermark)
     num_steps = lambda: int(rng.choice(steps))  # noqa: E731
     storm(engine, MODEL, rng, num_requests=num_requests, num_steps=num_steps)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells the memory")
+def test_memory_stays_flat_over_storms():
+    """Everything is compiled, and everything alone is known, after the first ones."""
+    sizes = []
+    for number in range(16):
+        rng = np.random.default_rng(number)
+        engine = soak_engine(MODEL, watermark=0.0)
+        storm(engine, MODEL, rng, num_requests=200, num_steps=lambda rng=rng: int(rng.choice(ANY)))
+        engine.close()
+        sizes.append(resident_bytes())
+    assert sizes[-1] - sizes[5] < 16 << 20, sizes

@@ -107,7 +107,7 @@ def test_running_requests_restart_on_request(kind, num_steps):
     other = make_engine(params=NEW, tokenizer=NumberTokenizer())
     for request, wanted in zip(requests, serve(other, PROMPTS[1:2] * 2, params), strict=True):
         mine = [delta.restarted for delta in deltas if delta.request_id == request.request_id]
-        assert mine == [True] + [False] * (len(mine) - 1)
+        assert mine == [num_steps > 0] + [False] * (len(mine) - 1)
         assert result(request) == result(wanted)
         entries = (x.prompt_logprobs or () for x in (request, wanted))
         for one, two in zip(*entries, strict=True):
@@ -256,18 +256,18 @@ def test_sleep_frees_the_pool_and_requests_go_on_after_wake(greedy_tokens, serve
     assert all(leaf.is_deleted() for leaf in pool)
     engine.check()
     late = engine.submit(PROMPTS[1], greedy())
-    with pytest.raises(RuntimeError, match="the engine sleeps: call wake"):
+    with pytest.raises(RuntimeError, match="the engine sleeps: call wake_up"):
         engine.step()
     assert engine.stats().pool_bytes > 0
-    engine.wake()
-    engine.wake()
+    engine.wake_up()
+    engine.wake_up()
     run(engine)
     assert tokens_of(requests) == tokens_of(served_alone)
     assert reasons_of(requests) == reasons_of(served_alone)
     assert tokens_of([late]) == greedy_tokens[1:2]
 
 
-def test_a_request_whose_restart_fails_ends_and_others_go_on(new_tokens):
+def test_a_request_whose_tokenizer_fails_after_a_restart_ends_and_others_go_on(new_tokens):
     tokenizer = NumberTokenizer()
     engine = make_engine(tokenizer=tokenizer)
     failing, other = submit(engine, PROMPTS[:2], [greedy(), greedy(detokenize=False)])
@@ -276,6 +276,7 @@ def test_a_request_whose_restart_fails_ends_and_others_go_on(new_tokens):
     tokenizer.broken = True
     engine.update_params(NEW, restart_running=True)
     deltas = run(engine)
-    assert failing.error == "the tables are lost" and reasons_of([failing]) == ["error"]
-    assert [x.finished for x in deltas if x.request_id == failing.request_id] == [True]
+    assert failing.error == "OSError: the tables are lost" and reasons_of([failing]) == ["error"]
+    mine = [x for x in deltas if x.request_id == failing.request_id]
+    assert [x.finished for x in mine] == [False, True] and mine[0].restarted
     assert tokens_of([other]) == new_tokens[1:2] and engine.stats().num_failed == 1

@@ -91,7 +91,7 @@ def test_the_command_serves_until_a_signal(checkpoint, capsys, signals, monkeypa
     assert found["model"]["id"] == checkpoint.name and not found["model"]["has_chat_template"]
     assert found["switch"] == 0.0005 and gc.get_freeze_count()
     assert found["files"][0] == found["files"][1]
-    assert "requests_total" in found["metrics"] and "_created" not in found["metrics"]
+    assert "request_success_total" in found["metrics"] and "_created" not in found["metrics"]
     assert sum("HTTP/1.1" in record.getMessage() for record in caplog.records) >= 3
 
 
@@ -165,9 +165,13 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     assert warmed == [[SamplingParams(temperature=0.5), SamplingParams(temperature=0.0)], None]
     assert capsys.readouterr().err.count("compiled 0 programs in 0 s") == 2
     plain, own, _ = (args[0] for args, _ in served)
-    assert plain.config == ServerConfig(model_name="copy", api_keys=("of the environment",))
+    assert plain.config == ServerConfig(served_model_name="copy", api_keys=("of the environment",))
     assert own.config == ServerConfig(
-        model_name="m", api_keys=("a", "b"), allowed_hosts=("x", "y"), allow_priority=True, **limits
+        served_model_name="m",
+        api_keys=("a", "b"),
+        allowed_hosts=("x", "y"),
+        allow_priority=True,
+        **limits,
     )
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
     assert plain.chat_template is None and plain.has_tokenizer

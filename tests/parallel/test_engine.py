@@ -49,7 +49,7 @@ FEW_PAGES = dict(num_pages=13, watermark=0.0)
 
 def mesh_engine(num_devices: int = 2, model: Any = NARROW, params: Any = None, **sizes) -> Engine:
     mesh(num_devices)  # skips where there are fewer
-    sizes = FEW_PAGES | dict(tensor_parallel=num_devices, modes=UNFILTERED) | sizes
+    sizes = FEW_PAGES | dict(tensor_parallel_size=num_devices, modes=UNFILTERED) | sizes
     return make_engine(model, weights(model) if params is None else params, **sizes)
 
 
@@ -107,7 +107,7 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
 @pytest.mark.cpu_budget(8)  # compiles on two meshes
 def test_weights_and_pools_are_replaced_where_they_are():
     """On the devices that the engine is given; running requests begin anew."""
-    devices, config = mesh(4).devices[2:], EngineConfig(**SIZES, tensor_parallel=2)
+    devices, config = mesh(4).devices[2:], EngineConfig(**SIZES, tensor_parallel_size=2)
     engine = Engine(MODEL, weights(MODEL), config, devices=list(devices))
     (replica,) = engine.replicas
     arrays = lambda: (replica.weights.leaves, replica.runner.executor.state.pool)  # noqa: E731
@@ -129,7 +129,7 @@ def test_weights_and_pools_are_replaced_where_they_are():
         engine.sleep()
         assert all(leaf.is_deleted() for leaf in pool)
         engine.update_params(params, restart_running=True)
-        engine.wake()
+        engine.wake_up()
         for leaf, sharding in zip(jax.tree.leaves(arrays()), shardings, strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         for name, leaf in zip(sorted(new), replica.weights.leaves, strict=True):
@@ -223,7 +223,7 @@ def test_devices_serve_from_quantized_pages(kv_cache_dtype):
 def test_requests_in_a_storm_get_what_they_get_alone(tensor, data, steps):
     mesh(tensor * data)
     rng = np.random.default_rng([tensor, data])
-    engine = soak_engine(MODEL, tensor_parallel=tensor, data_parallel=data, watermark=0.0)
+    engine = soak_engine(MODEL, tensor_parallel_size=tensor, data_parallel_size=data, watermark=0.0)
     storm(engine, MODEL, rng, num_requests=150, num_steps=lambda: int(rng.choice(steps)))
 
 
@@ -234,7 +234,7 @@ def test_the_open_number_of_pages_counts_the_heads_of_one_device():
     config = EngineConfig(page_size=16, **sizes)
     one, _ = config.sizes(WIDE)
     for num_devices, ratio in [(2, 2), (4, 4), (8, 4)]:
-        many = replace(config, tensor_parallel=num_devices)
+        many = replace(config, tensor_parallel_size=num_devices)
         found, _ = many.sizes(WIDE, placements(num_devices, 1, jax.devices()))
         assert found == ratio * one
 
@@ -258,12 +258,21 @@ def test_replicas_have_devices_of_their_own_in_order():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(tensor_parallel=3), "tensor_parallel=3 must divide the model's num_kv_heads=4"),
-        (dict(tensor_parallel=4096), r"tensor_parallel=4096 \* data_parallel=1 must be at most"),
-        (dict(data_parallel=4096), r"tensor_parallel=1 \* data_parallel=4096 must be at most"),
-        (dict(tensor_parallel=2, devices=[0]), "must be at most 1, the number of devices"),
-        (dict(data_parallel=2, devices=[0, 0, 1]), "devices=.* must all be different"),
-        (dict(data_parallel=0), "data_parallel=0 must be an integer"),
+        (
+            dict(tensor_parallel_size=3),
+            "tensor_parallel_size=3 must divide the model's num_kv_heads=4",
+        ),
+        (
+            dict(tensor_parallel_size=4096),
+            r"tensor_parallel_size=4096 \* data_parallel_size=1 must be at most",
+        ),
+        (
+            dict(data_parallel_size=4096),
+            r"tensor_parallel_size=1 \* data_parallel_size=4096 must be at most",
+        ),
+        (dict(tensor_parallel_size=2, devices=[0]), "must be at most 1, the number of devices"),
+        (dict(data_parallel_size=2, devices=[0, 0, 1]), "devices=.* must all be different"),
+        (dict(data_parallel_size=0), "data_parallel_size=0 must be an integer"),
     ],
 )
 def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused(sizes, message):

@@ -31,9 +31,11 @@ MODE = modes_for(SAMPLES)[-1:]  # of all steps: every replica has programs of it
 NEW = weights(MODEL, seed=2)
 
 
-def replicated(data_parallel: int = 2, tensor_parallel: int = 1, **options) -> Engine:
-    mesh(data_parallel * tensor_parallel)  # skips where there are fewer devices
-    sizes = dict(data_parallel=data_parallel, tensor_parallel=tensor_parallel, modes=MODE)
+def replicated(data_parallel_size: int = 2, tensor_parallel_size: int = 1, **options) -> Engine:
+    mesh(data_parallel_size * tensor_parallel_size)  # skips where there are fewer devices
+    sizes = dict(
+        data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, modes=MODE
+    )
     return make_engine(MODEL, **sizes | options)
 
 
@@ -89,7 +91,7 @@ def test_a_request_goes_where_its_prefix_is_cached():
     for prefix in prefixes * 2:
         (request,) = serve(engine, [[*prefix, 5]], greedy(max_tokens=2))
         assert request.num_cached_tokens == 12
-    assert [replica.stats().cached_tokens for replica in engine.replicas] == [24, 24]
+    assert [replica.stats().prefix_cache_hits for replica in engine.replicas] == [24, 24]
 
 
 @pytest.mark.parametrize("forget", ["reset_prefix_cache", "sleep"])
@@ -102,7 +104,7 @@ def test_replicas_and_their_router_forget_prefixes(forget):
     run(engine)
     getattr(engine, forget)()
     if forget == "sleep":
-        engine.wake()
+        engine.wake_up()
     requests = submit(engine, [[30], [*prefix, 7]], params)
     assert loads() == [True, True]
     run(engine)
@@ -125,7 +127,7 @@ def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):
     (request,) = submit(engine, PROMPTS[:1], greedy())
     engine.step()
     engine.abort(request)
-    assert [replica.in_flight for replica in engine.replicas] == [True, False]
+    assert [replica.calls_in_flight for replica in engine.replicas] == [1, 0]
     assert not engine.idle
     run(engine)
 
@@ -138,7 +140,7 @@ def test_weights_sleep_and_aborts_reach_every_replica(alone):
     engine.sleep()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(pools))
     engine.update_params(NEW, restart_running=True)
-    engine.wake()
+    engine.wake_up()
     step(engine)
     for request in requests[:2]:
         engine.abort(request)
@@ -176,7 +178,7 @@ def test_a_failure_of_one_replica_ends_the_engine(monkeypatch, failing):
     with pytest.raises(RuntimeError, match="a step failed: the device is gone"):
         run(engine, check=False)
     assert all(request.finished for request in requests)
-    assert not any(replica.in_flight for replica in engine.replicas)
+    assert not any(replica.calls_in_flight for replica in engine.replicas)
 
 
 def test_a_closed_engine_frees_its_pools_and_ends_its_requests():

@@ -206,7 +206,7 @@ def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, m
     there = mesh(2)
 
     def engine(model, weights, *, config, tokenizer):
-        assert (config.tensor_parallel, config.data_parallel) == (2, 3)
+        assert (config.tensor_parallel_size, config.data_parallel_size) == (2, 3)
         assert model.config.num_kv_heads == 2
         for x in jax.tree.leaves(weights):
             assert x.sharding.mesh == there
@@ -215,16 +215,22 @@ def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, m
     monkeypatch.setattr("models.command.batch.Engine", engine)
     mesh(6)
     with pytest.raises(KeyError, match="made"):
-        command("--tensor-parallel", "2", "--data-parallel", "3")
+        command("--tensor-parallel-size", "2", "--data-parallel-size", "3")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tensor-parallel", "4096"], "tensor_parallel=4096 * data_parallel=1 must be at most"),
-        (["--data-parallel", "4096"], "tensor_parallel=1 * data_parallel=4096 must be at most"),
-        (["--tensor-parallel", "0"], "tensor_parallel=0 must be an integer"),
-        (["--tensor-parallel", "3"], "num_q_heads=2 must be a multiple of num_devices=3"),
+        (
+            ["--tensor-parallel-size", "4096"],
+            "tensor_parallel_size=4096 * data_parallel_size=1 must be at most",
+        ),
+        (
+            ["--data-parallel-size", "4096"],
+            "tensor_parallel_size=1 * data_parallel_size=4096 must be at most",
+        ),
+        (["--tensor-parallel-size", "0"], "tensor_parallel_size=0 must be an integer"),
+        (["--tensor-parallel-size", "3"], "num_q_heads=2 must be a multiple of num_devices=3"),
     ],
 )
 def test_devices_that_do_not_fit_are_an_error_in_one_line(command, args, message):
@@ -238,7 +244,7 @@ def test_generate_repeats_kv_heads_for_the_devices():
     mesh(2)
     decoder = tiny_model(replace(TINY, num_kv_heads=1, num_layers=1))
     prompts, oracle = [[1, 2, 3], [*range(4, 13)]], DenseOracle(decoder)
-    sizes = dict(num_pages=16, max_num_seqs=2, max_num_batched_tokens=16, tensor_parallel=2)
+    sizes = dict(num_pages=16, max_num_seqs=2, max_num_batched_tokens=16, tensor_parallel_size=2)
     params = SamplingParams(max_tokens=6, temperature=0)
     outputs = generate(decoder, prompts, params, implementation="xla", **sizes)
     found = [output.outputs[0].token_ids for output in outputs]

@@ -108,7 +108,7 @@ def test_the_health_of_a_server(make):
 
 
 def test_the_model_is_described(make):
-    _, client = make(model_name="a/b")
+    _, client = make(served_model_name="a/b")
     (model,) = client.get("/v1/models").json()["data"]
     assert client.get("/v1/models").json()["object"] == "list"
     assert client.get("/v1/models/a/b").json() == model
@@ -192,7 +192,7 @@ def test_a_model_without_tokenizer_or_template(make):
 
 def test_the_queue_has_room_for_what_runs_and_waits(make, folder_and_engine, monkeypatch):
     _, engine = folder_and_engine
-    monkeypatch.setattr(engine, "config", replace(engine.config, data_parallel=2))
+    monkeypatch.setattr(engine, "config", replace(engine.config, data_parallel_size=2))
     queue = make(max_queue=3)[0].admission
     with queue.admit(2 * 8 + 3), pytest.raises(APIError, match="queue is full"):
         queue.admit(1).__enter__()

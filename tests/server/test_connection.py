@@ -90,21 +90,38 @@ async def test_a_connection_beyond_the_limit_is_refused(monkeypatch):
 async def test_a_head_may_have_64_kib_in_each_request_of_a_connection():
     connections = Connections()
     one, transport = connections.open()
-    room = connection.MAX_HEAD_BYTES - len(HEAD) - 3
-    for _ in range(2):
-        one.data_received(HEAD)
-        one.data_received(b"a: " + b"x" * room)  # the last byte that fits
-        assert not transport.written.endswith(b"}")
-        one.data_received(b"\r\n\r\n")
+    room = connection.MAX_HEAD_BYTES - len(HEAD) - 7
+    largest = HEAD + b"a: " + b"x" * room + b"\r\n\r\n"
+    for pieces in ([largest], [largest[:-1], largest[-1:]], [largest[:9], largest[9:]]):
+        for piece in pieces:
+            assert not transport.written.endswith(b"}")
+            one.data_received(piece)
         await settle()
-    assert transport.written.count(b"204") == 2 and not connections.errors
+    assert transport.written.count(b"204") == 3 and not connections.errors
 
     one.data_received(HEAD)
     one.data_received(b"a: " + b"x" * connection.MAX_HEAD_BYTES)
     assert b"431 Request Header Fields Too Large" in transport.written and transport.closed
-    fresh, transport = connections.open()
-    fresh.data_received(HEAD + b"a: " + b"x" * (room + 1))
-    assert "65536 bytes" in error_of(transport)[1] and connections.errors == [431, 431]
+    larger = HEAD + b"a: " + b"x" * (room + 1) + b"\r\n\r\n"
+    many = HEAD + b"a: b\r\n" * 12_000 + b"\r\n"
+    for pieces in ([larger], [larger[:-1], larger[-1:]], [many], [larger + largest]):
+        fresh, transport = connections.open()
+        for piece in pieces:
+            fresh.data_received(piece)
+        assert "65536 bytes" in error_of(transport)[1]
+    assert connections.errors == [431] * 5
+
+
+@in_loop
+async def test_a_body_is_no_part_of_the_head_and_the_next_request_has_a_head_of_its_own():
+    connections = Connections()
+    one, transport = connections.open()
+    size = 3 * connection.MAX_HEAD_BYTES
+    body = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size
+    for piece in (body, body[:100], body[100:], HEAD + b"\r\n"):
+        one.data_received(piece)
+        await settle()
+    assert transport.written.count(b"204") == 3 and not connections.errors
 
 
 @in_loop

@@ -135,4 +135,4 @@ def test_bad_arguments_are_refused(engine):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         serve(made, port=taken.getsockname()[1])
     assert ChatTemplate("{{ bos_token }}", special_tokens={"bos_token": "B"}).render(USER) == "B"
-    assert ServerConfig().model_name == "model"
+    assert ServerConfig().served_model_name == "model"

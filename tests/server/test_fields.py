@@ -269,18 +269,18 @@ def test_errors_name_their_field():
 
 
 def test_limits_of_a_server_have_bounds():
-    config = ServerConfig(model_name="x")
+    config = ServerConfig(served_model_name="x")
     limits = dict(max_body_bytes=8 << 20, max_queue=1024, max_connections=4096, api_keys=())
     limits |= dict(request_timeout=600, drain_timeout=30, max_total_body_bytes=256 << 20)
     limits |= dict(allowed_hosts=(), allow_priority=False)
     assert {name: getattr(config, name) for name in limits} == limits
     least = dict(max_body_bytes=1, max_queue=0, max_connections=1, max_total_body_bytes=1)
     least |= dict(request_timeout=0.0, drain_timeout=0.0)
-    ServerConfig(model_name="x", **least)
+    ServerConfig(served_model_name="x", **least)
     for name, value in least.items():
         for bad in (value - 1, None, "5"):
             with pytest.raises(ValueError, match=name):
-                ServerConfig(model_name="x", **{name: bad})
+                ServerConfig(served_model_name="x", **{name: bad})
     for name in ("api_keys", "allowed_hosts"):
         # Each character of a text would be a key.
         for bad in ("secret", ("",), ("a", "é"), (b"x",), ["x"]):
@@ -289,6 +289,6 @@ def test_limits_of_a_server_have_bounds():
             ) as raised:
                 ServerConfig(**{name: bad})
             assert "secret" not in str(raised.value)
-    for bad in ({"model_name": ""}, {"model_name": 5}, {"allow_priority": 1}):
+    for bad in ({"served_model_name": ""}, {"served_model_name": 5}, {"allow_priority": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ServerConfig(**bad)

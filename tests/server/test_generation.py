@@ -72,8 +72,8 @@ class Work:
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(generation, "time", clock)
         self.streams = [s if isinstance(s, Exception) else Stream(self, s) for s in streams]
-        config = ServerConfig(model_name="x", request_timeout=request_timeout)
-        self.metrics = Metrics(self, config.model_name)
+        config = ServerConfig(served_model_name="x", request_timeout=request_timeout)
+        self.metrics = Metrics(self, config.served_model_name)
         self.service = SimpleNamespace(
             admission=Admission(100),
             metrics=self.metrics,
@@ -121,7 +121,7 @@ class Work:
         assert (self.service.admission.num_seqs, self.service.admission.num_requests) == (0, 0)
         values = metric_values(await self.metrics.render())
         sums = {k.removesuffix("_sum"): v for k, v in values.items() if k.endswith("_sum") and v}
-        outcomes = {k[24:-2]: v for k, v in values.items() if "requests_total" in k and v}
+        outcomes = {k.split('"')[1]: v for k, v in values.items() if "success_total" in k and v}
         return outcomes | {k: (values[k + "_count"], v) for k, v in sums.items()}
 
 

@@ -103,7 +103,7 @@ def test_requests_that_take_too_long(tmp_path):
         assert "0.6 s" in json.loads(error.removeprefix("data: "))["error"]["message"]
         running.wait_until_idle()
         values = running.metrics()
-        assert values['requests_total{outcome="timeout"}'] == 3
+        assert values['request_success_total{finished_reason="timeout"}'] == 3
         assert values['http_errors_total{status="504"}'] == 3
 
 
@@ -116,7 +116,7 @@ def test_clients_that_leave_abort_their_requests(tmp_path, stream):
         gate.set()
         running.wait_until_idle()
         values = running.metrics()
-        assert values['requests_total{outcome="abort"}'] == 1
+        assert values['request_success_total{finished_reason="abort"}'] == 1
         assert values["generation_tokens_total"] < 3 * 250
         assert not [name for name in values if "http_errors" in name]
 
@@ -199,7 +199,10 @@ def test_a_dead_engine_is_reported(tmp_path, caplog):
             assert error["code"] == "engine_dead"
         assert running.client.get("/health").json() == {"status": "dead"}
         values = running.metrics()
-        assert values["engine_up"] == 0 and values['requests_total{outcome="error"}'] == 1
+        assert (
+            values["engine_up"] == 0
+            and values['request_success_total{finished_reason="error"}'] == 1
+        )
     (record,) = caplog.records  # the engine logs its death
     assert record.name == "pallas_paged" and "the device is lost" in str(record.exc_info[1])
     caplog.clear()

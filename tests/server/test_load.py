@@ -86,7 +86,7 @@ def check_load(folder, num_clients, num_rounds, *, max_queue):
             server.wait_until_idle()
             gc.collect()
             sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        assert server.metrics()['requests_total{outcome="error"}'] == 0
+        assert server.metrics()['request_success_total{finished_reason="error"}'] == 0
     return results, sizes
 
 

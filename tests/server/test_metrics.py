@@ -29,7 +29,8 @@ ENGINE = {
     "num_shared_pages": "num_shared_pages",
     "kv_cache_bytes": "pool_bytes",
     "prompt_tokens_total": "prompt_tokens",
-    "prefix_cache_hits_total": "cached_tokens",
+    "prefix_cache_queries_total": "prefix_cache_queries",
+    "prefix_cache_hits_total": "prefix_cache_hits",
     "generation_tokens_total": "generated_tokens",
     "computed_tokens_total": "computed_tokens",
     "num_preemptions_total": "num_preemptions",
@@ -70,7 +71,9 @@ async def test_counters_of_the_engine(monkeypatch):
         values = {name: getattr(stats, field) for name, field in ENGINE.items()}
         values |= {"num_used_pages": used, "kv_cache_usage_perc": used / 400, "engine_up": is_up}
         outcomes = ("stop", "length", "abort", "timeout", "error")
-        return values | {f'requests_total{{outcome="{name}"}}': 0 for name in outcomes}
+        return values | {
+            f'request_success_total{{finished_reason="{name}"}}': 0 for name in outcomes
+        }
 
     async def found():
         values = without_histograms(metric_values(await one.render()))
@@ -130,8 +133,8 @@ def test_a_workload_by_value(tmp_path):
         assert server.client.get("/metrics").headers["content-type"].startswith("text/plain")
         values = server.metrics()
 
-    assert values['requests_total{outcome="length"}'] == 2
-    assert values['requests_total{outcome="stop"}'] == 1
+    assert values['request_success_total{finished_reason="length"}'] == 2
+    assert values['request_success_total{finished_reason="stop"}'] == 1
     assert values['http_errors_total{status="400"}'] == 2
     assert values['http_errors_total{status="404"}'] == 1
     numbers = [40, 41, 41, 1], [12, 6, 6, 1]  # of each prompt: its tokens, and new ones
@@ -142,6 +145,7 @@ def test_a_workload_by_value(tmp_path):
         for limit in (1, 16, 64):
             bucket = values[f'request_{name}_tokens_bucket{{le="{limit}.0"}}']
             assert bucket == sum(one <= limit for one in tokens)
+    assert values["prefix_cache_queries_total"] == sum(numbers[0])
     assert values["prefix_cache_hits_total"] == 64  # two pages, twice
     # The model sees no last token of a completion, and the last of a prompt for each completion.
     assert values["computed_tokens_total"] == sum(numbers[0]) - 64 + 1 + 2 * 5 + 2 * 5

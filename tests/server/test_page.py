@@ -62,13 +62,16 @@ def test_a_conversation(page):
 
 
 def test_stop_ends_the_answer_and_the_request(page, server):
-    before = server.metrics()['requests_total{outcome="abort"}']
+    before = server.metrics()['request_success_total{finished_reason="abort"}']
     send(page, "Talk on", max_tokens=220)
     page.get_by_role("button", name="Stop").click()
     assert len(answers(page)) <= 1
     server.wait_until_idle()
     after = server.metrics()
-    ended = after['requests_total{outcome="abort"}'] + after['requests_total{outcome="length"}']
+    ended = (
+        after['request_success_total{finished_reason="abort"}']
+        + after['request_success_total{finished_reason="length"}']
+    )
     assert ended > before
 
 

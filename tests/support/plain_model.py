@@ -50,7 +50,7 @@ class PlainModel:
         }
 
     def param_specs(self, params):
-        """Return the shardings of the weights, for `EngineConfig(tensor_parallel=N)`."""
+        """Return the shardings of the weights, for `EngineConfig(tensor_parallel_size=N)`."""
         columns, rows = P(None, None, "tensor"), P(None, "tensor")
         specs = dict(qkv=columns, out=rows, up=columns, down=rows)
         return specs | dict(embed=P("tensor"), head=P(None, "tensor"))

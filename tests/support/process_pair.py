@@ -28,7 +28,7 @@ def main(port: str, index: str, folder: str, *every: str) -> None:
     from tests.support import engine_calls as calls
 
     found: dict[str, Any] = {"share": share_read(folder)}
-    engine, new = calls.make_engine(tensor_parallel=2, modes=None), calls.weights(seed=2)
+    engine, new = calls.make_engine(tensor_parallel_size=2, modes=None), calls.weights(seed=2)
     if engine.replicas.leader is None:
         compiled: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(
@@ -46,7 +46,7 @@ def main(port: str, index: str, folder: str, *every: str) -> None:
             found["updates"] += 1
     print(json.dumps(found), flush=True)
 
-    engine = calls.make_engine(tensor_parallel=2, modes=None)
+    engine = calls.make_engine(tensor_parallel_size=2, modes=None)
     if engine.replicas.leader is not None:
         engine.follow()
     load = loads_of(calls, bool(every))[0]
@@ -72,7 +72,7 @@ def serve(
     found = {"tokens": [calls.tokens_of(calls.serve(engine, calls.PROMPTS, x)) for x in loads]}
     found["compiled"] = len(compiled or ())
     engine.sleep()
-    engine.wake()
+    engine.wake_up()
     for name in ("after sleep", "of new weights"):
         found[name] = calls.tokens_of(calls.serve(engine, calls.PROMPTS, loads[1]))
         engine.update_params(new)

@@ -62,7 +62,7 @@ def make_service(
     return Service(
         AsyncEngine(engine),
         chat_template=read_chat_template(folder) if has_texts else None,
-        config=ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
+        config=ServerConfig(**{"served_model_name": "small", "drain_timeout": 30.0} | config),
         sampling_defaults=defaults,
         chat_defaults=chat_defaults,
     )

@@ -140,7 +140,7 @@ def storm(
                 one.restarted |= restart and not one.request.finished
         elif event < 0.08:
             engine.sleep()
-            engine.wake()
+            engine.wake_up()
         elif event < 0.1:
             with pytest.raises(ValueError, match="tokens"):
                 engine.submit([1] * 60, greedy(max_tokens=9))

@@ -113,7 +113,7 @@ class Executor:
     of process 0 sends each call to the others, so that all make the same calls in the same order.
 
     Attributes:
-        model, config, placement: as given.
+        model, config, placement, num_pages: as given.
         state: after all dispatched calls; the next one takes its buffers.
         weights: the parameters.
         pool_shape: shapes and dtypes of the pool.
@@ -140,7 +140,7 @@ class Executor:
         """
         self.weights, self.followers = weights, followers
         self.model, self.config, self.placement = model, config, placement
-        self._num_pages = num_pages
+        self.num_pages = num_pages
         table = create_page_table(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -227,7 +227,7 @@ class Executor:
         self._counts = None
 
     @_followed
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate the pool again."""
         self.state = replace(self.state, pool=self._create_pool())
 
@@ -281,7 +281,7 @@ class Executor:
         config, placement = self.config, self.placement
         pool = create_pool(
             self.model.kv_cache_spec.on_devices(placement.num_devices),
-            num_pages=self._num_pages,
+            num_pages=self.num_pages,
             page_size=config.page_size,
             dtype=pool_dtype(self.model.kv_cache_spec, config.kv_cache_dtype),
             sharding=placement.pool,

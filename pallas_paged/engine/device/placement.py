@@ -81,7 +81,7 @@ class Placement:
 
 
 def placements(
-    tensor_parallel: int, data_parallel: int, devices: Sequence[jax.Device] | None
+    tensor_parallel_size: int, data_parallel_size: int, devices: Sequence[jax.Device] | None
 ) -> list[Placement]:
     """Return where the replicas are; arguments as in `EngineConfig` and `Engine`.
 
@@ -89,7 +89,7 @@ def placements(
         ValueError: there are too few devices, they are of processes that can't serve together, or
             they are no list of devices.
     """
-    num_devices = tensor_parallel * data_parallel
+    num_devices = tensor_parallel_size * data_parallel_size
     if devices is None:
         if num_devices == 1:
             return [Placement.default()]
@@ -100,14 +100,14 @@ def placements(
     for device in devices:
         if not isinstance(device, jax.Device):
             raise ValueError(f"devices has {device!r:.80}, which must be a jax.Device")
-    sizes = f"{tensor_parallel=} * {data_parallel=}"
+    sizes = f"{tensor_parallel_size=} * {data_parallel_size=}"
     if len(devices) < num_devices:
         raise ValueError(f"{sizes} must be at most {len(devices)}, the number of devices")
     devices = devices[:num_devices]
     if len(set(devices)) < num_devices:
         raise ValueError(f"devices={[*devices]} must all be different")
-    starts = range(0, num_devices, tensor_parallel)
-    found = [Placement.on(devices[start : start + tensor_parallel]) for start in starts]
+    starts = range(0, num_devices, tensor_parallel_size)
+    found = [Placement.on(devices[start : start + tensor_parallel_size]) for start in starts]
     processes = {device.process_index for device in devices}
     if processes == {jax.process_index()}:
         return found
@@ -116,9 +116,9 @@ def placements(
             f"{sizes} takes devices of the processes {sorted(processes)}, but must take some of "
             f"each of the {jax.process_count()} processes, or of this one only"
         )
-    if data_parallel > 1:
+    if data_parallel_size > 1:
         raise ValueError(
-            f"{data_parallel=} must be 1 where the devices are of several processes: make an "
+            f"{data_parallel_size=} must be 1 where the devices are of several processes: make an "
             "engine in each process and share the requests out among them"
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,6 @@ from pallas_paged.engine.sampling.sampler import (
     process_logits,
     sample,
 )
-from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, extend, free_before, slot_mapping
 
@@ -78,8 +77,8 @@ class StepOutput:
     prompt_logprobs: Logprobs | None
 
 
-# (leaves of the parameters, state, counts, batch, peers) -> (state, counts, output)
-Step = Callable[..., tuple[EngineState, TokenCounts | None, StepOutput]]
+Result = tuple[EngineState, TokenCounts | None, StepOutput]
+Step = Callable[..., Result]  # of the leaves of the parameters, state, counts, batch and peers
 
 
 @lru_cache(maxsize=16)
@@ -109,10 +108,10 @@ def make_step(
         counts: TokenCounts | None,
         batch: Batch,
         peers: Peers | None = None,
-    ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+    ) -> Result:
         params = jax.tree.unflatten(structure, leaves)
-        run = _decode if batch.chunks is None else _prefill_and_decode
-        return run(model, params, state, counts, batch, kernels, peers)
+        call = _Call(model=model, params=params, batch=batch, kernels=kernels, peers=peers)
+        return (_decode if batch.chunks is None else _prefill_and_decode)(call, state, counts)
 
     options: dict[str, Any] = {}
     if shardings is not None:
@@ -125,42 +124,52 @@ def make_step(
     return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
 
-def _decode(
-    model: Model,
-    params: Any,
-    state: EngineState,
-    counts: TokenCounts | None,
-    batch: Batch,
-    kernels: AttentionKernels,
-    peers: Peers | None,
-) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What a call runs, while it is traced."""
+
+    model: Model
+    params: Any
+    batch: Batch
+    kernels: AttentionKernels
+    peers: Peers | None
+
+    def attend(
+        self, table: PageTable, mapping: jax.Array, rows: jax.Array, chunks: ChunkBatch | None
+    ) -> PagedAttend:
+        return PagedAttend(
+            table,
+            mapping,
+            rows,
+            chunks,
+            num_kv_heads=self.model.kv_cache_spec.num_kv_heads,
+            kernels=self.kernels,
+            peers=self.peers,
+        )
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return logits_of(self.model, self.params, hidden)
+
+
+def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Result:
     """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
-    spec = model.kv_cache_spec
-    window = spec.sliding_window
+    batch = call.batch
     shape = batch.max_num_steps, batch.decode_slots.size
 
     def step(
         index: jax.Array, state: EngineState, counts: TokenCounts | None
     ) -> tuple[EngineState, TokenCounts | None, tuple[Any, ...], jax.Array]:
         slots = state.slots
-        table, rows, ok = _extend(state, batch, window, index < batch.num_steps)
+        table, rows, ok = _extend(call, state, index < batch.num_steps)
         lens = _seq_lens(table, rows)
         mapping = slot_mapping(table, rows, lens - 1)
-        attend = PagedAttend(
-            table,
-            mapping,
-            rows,
-            None,
-            num_kv_heads=spec.num_kv_heads,
-            kernels=kernels,
-            peers=peers,
-        )
+        attend = call.attend(table, mapping, rows, None)
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
         places = jnp.maximum(lens - 1, 0)
-        hidden, layers = hidden_of(model, params, tokens, places, attend, state.pool.layers)
-        logits = logits_of(model, params, hidden)
+        layers = state.pool.layers
+        hidden, layers = hidden_of(call.model, call.params, tokens, places, attend, layers)
         drawn, slots, counts, logprobs = _sample(
-            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, peers
+            call, call.logits(hidden), slots, counts, batch.decode_slots, rows, lens
         )
         goes_on = ~slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
@@ -189,20 +198,12 @@ def _decode(
     return state, counts, _output(state, tokens, mapping, logprobs, None)
 
 
-def _prefill_and_decode(
-    model: Model,
-    params: Any,
-    state: EngineState,
-    counts: TokenCounts | None,
-    batch: Batch,
-    kernels: AttentionKernels,
-    peers: Peers | None,
-) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Result:
     """Run one step of chunks and, behind their tokens, decoding rows."""
-    slots, chunks = state.slots, batch.chunks
+    batch, slots, chunks = call.batch, state.slots, call.batch.chunks
     assert chunks is not None
     num_slots, num_tokens = state.table.max_seqs, chunks.token_ids.size
-    table, rows, ok = _extend(state, batch, model.kv_cache_spec.sliding_window, batch.num_steps > 0)
+    table, rows, ok = _extend(call, state, batch.num_steps > 0)
     chunks = replace(chunks, slots=_rows_with_pages(chunks.slots, ok, num_slots))
     places = decode_places(rows, num_tokens, num_slots)
     token_rows, positions = _chunk_positions(chunks, table)
@@ -211,17 +212,9 @@ def _prefill_and_decode(
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
     tokens = chunks.token_ids.at[places].set(tokens, mode="drop")
     mapping = slot_mapping(table, token_rows, positions)
-    attend = PagedAttend(
-        table,
-        mapping,
-        rows,
-        chunks,
-        num_kv_heads=model.kv_cache_spec.num_kv_heads,
-        kernels=kernels,
-        peers=peers,
-    )
-    positions = jnp.maximum(positions, 0)
-    hidden, layers = hidden_of(model, params, tokens, positions, attend, state.pool.layers)
+    attend = call.attend(table, mapping, rows, chunks)
+    positions, layers = jnp.maximum(positions, 0), state.pool.layers
+    hidden, layers = hidden_of(call.model, call.params, tokens, positions, attend, layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
     ends = jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
     last = jnp.zeros(num_slots, jnp.int32).at[chunks.slots].set(ends, mode="drop")
@@ -230,23 +223,20 @@ def _prefill_and_decode(
     sampled = sampled.at[chunks.slots].set(chunks.is_last, mode="drop")
     all_slots = jnp.arange(num_slots, dtype=jnp.int32)
     drawn, slots, counts, logprobs = _sample(
-        logits_of(model, params, hidden[last]),
+        call,
+        call.logits(hidden[last]),
         slots,
         counts,
         all_slots,
         jnp.where(sampled, all_slots, num_slots),
         table.seq_lens,
-        batch.mode,
-        peers,
     )
     prompt_logprobs = None
     if chunks.targets is not None:
         # Devices add up one thing at a time: this, after what they have added up for the samples.
         last = drawn if logprobs is None else logprobs.rank
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
-        prompt_logprobs = _prompt_logprobs(
-            model, params, hidden, targets, batch.mode.prompt_logprobs, peers
-        )
+        prompt_logprobs = _prompt_logprobs(call, hidden, targets)
     valid = state.valid & jnp.all(ok)
     state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)
     one = jax.tree.map(lambda x: x[None], logprobs)
@@ -254,27 +244,26 @@ def _prefill_and_decode(
 
 
 def _sample(
+    call: _Call,
     logits: jax.Array,
     slots: SlotStates,
     counts: TokenCounts | None,
     indices: jax.Array,
     sampled: jax.Array,
     lens: jax.Array,
-    mode: SamplingMode,
-    peers: Peers | None,
 ) -> tuple[jax.Array, SlotStates, TokenCounts | None, Logprobs | None]:
     """Draw the next tokens of R rows, and end the slots that have all of theirs.
 
     Args:
+        call: its mode, and the devices over which the vocabulary is sharded.
         logits: `f32[R, V]`
         slots: all slots.
         counts: of all slots, or None.
         indices: `i32[R]`, slots of the rows.
         sampled: `i32[R]`, the same, or out of range for rows that do not sample.
         lens: `i32[R]`, tokens of the rows.
-        mode: of the batch.
-        peers: of the devices over which the vocabulary is sharded.
     """
+    mode, peers = call.batch.mode, call.peers
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
     is_sampled = sampled < slots.finished.size
     temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
@@ -320,29 +309,22 @@ def _output(
     )
 
 
-def _prompt_logprobs(
-    model: Model,
-    params: Any,
-    hidden: jax.Array,
-    targets: jax.Array,
-    num_logprobs: int,
-    peers: Peers | None,
-) -> Logprobs:
+def _prompt_logprobs(call: _Call, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Log-probabilities of the token after each of T, in blocks: logits of all are too large."""
-    num_tokens = targets.size
+    num_tokens, num_logprobs = targets.size, call.batch.mode.prompt_logprobs
     block = min(_LOGPROBS_BLOCK, num_tokens)
     padding = -num_tokens % block
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[-1])
     targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, block)
     found = jax.lax.map(
-        lambda x: gather_logprobs(logits_of(model, params, x[0]), x[1], num_logprobs, peers),
+        lambda x: gather_logprobs(call.logits(x[0]), x[1], num_logprobs, call.peers),
         (hidden, targets),
     )
     return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)
 
 
 def _extend(
-    state: EngineState, batch: Batch, window: int | None, active: jax.Array
+    call: _Call, state: EngineState, active: jax.Array
 ) -> tuple[PageTable, jax.Array, jax.Array]:
     """Take pages for the next token of active rows `bool[D]` and for the chunks.
 
@@ -350,6 +332,7 @@ def _extend(
         The table; slots of the rows that compute, `i32[D]`, out of range for the others; and
         whether each slot has its pages, `bool[S]`.
     """
+    batch, window = call.batch, call.model.kv_cache_spec.sliding_window
     table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
     active &= ~state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
     rows = jnp.where(active, batch.decode_slots, num_slots)

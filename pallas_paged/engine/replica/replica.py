@@ -9,13 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import Executor
-from pallas_paged.engine.device.placement import Placement, Weights
 from pallas_paged.engine.device.pool import pool_bytes
-from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.runner import InFlight, ModelRunner
-from pallas_paged.engine.model import Model
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request
@@ -53,37 +49,10 @@ class Replica:
             about `_CALL_SECONDS`.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        weights: Weights,
-        config: EngineConfig,
-        placement: Placement,
-        tokenizer: Tokenizer | None,
-        *,
-        num_pages: int,
-        max_len: int,
-        followers: Followers | None = None,
-    ):
-        """Create the pool.
-
-        Args:
-            model, config, tokenizer: of the engine.
-            weights: on the devices of `placement`.
-            placement: the devices.
-            num_pages, max_len: sizes that the config may leave open.
-            followers: the other processes of this replica.
-        """
-        self.weights, self.num_pages = weights, num_pages
-        executor = Executor(
-            model,
-            weights,
-            config,
-            placement,
-            num_pages=num_pages,
-            max_len=max_len,
-            followers=followers,
-        )
+    def __init__(self, executor: Executor, tokenizer: Tokenizer | None):
+        """Start without requests, on the devices of an executor."""
+        model, config, num_pages = executor.model, executor.config, executor.num_pages
+        self.weights, self.num_pages = executor.weights, num_pages
         self.runner = ModelRunner(executor)
         page_size, caching = config.page_size, config.enable_prefix_caching
         self.cache = PrefixCache(page_size=page_size) if caching else None
@@ -99,6 +68,7 @@ class Replica:
         self.counters = Counters(num_free_pages=num_pages)
         self.outputs = OutputProcessor(tokenizer, model.eos_token_ids, self.counters)
         self._num_scheduler_steps = config.num_scheduler_steps
+        self._max_num_seqs = config.max_num_seqs
         self._calls: deque[_Call] = deque()
         self._last_read: float | None = None
         self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
@@ -110,19 +80,13 @@ class Replica:
         return self.outputs.load
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a call has been dispatched and not read."""
-        return bool(self._calls)
-
-    @property
     def calls_in_flight(self) -> int:
         """Number of calls that have been dispatched and not read."""
         return len(self._calls)
 
     def add(self, request: Request) -> None:
-        """Put the sequences of a request into the waiting queue."""
+        """Put a request into the queue; it has no sequences before it may get a slot."""
         self.outputs.add(request)
-        self._reschedule()
 
     def abort(self, request: Request) -> None:
         """End an unfinished request as it stands."""
@@ -136,15 +100,29 @@ class Replica:
 
     def dispatch(self) -> int:
         """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
-        return self._dispatch(self._schedule())
+        scheduled = self._schedule()
+        pages, running = self.scheduler.pages, self.scheduler.running
+        if pages.must_update or scheduled.attachments:
+            self.runner.update_table(pages.take_update(), scheduled.attachments)
+        in_flight = self.runner.dispatch(scheduled)
+        if in_flight is None:
+            return 0
+        self._calls.append(
+            _Call(
+                in_flight=in_flight,
+                page_balance=pages.page_balance,
+                num_cached=pages.num_evictable,
+                num_unused_slots=sum(-one.num_computed % pages.page_size for one in running),
+            )
+        )
+        self.counters.num_calls += 1
+        return 1
 
     def finish_step(self, dispatched: int) -> None:
         """Read the call before, given what `dispatch` returned."""
-        busy = self.scheduler.waiting or self.scheduler.running
-        while len(self._calls) > (dispatched if busy else 0):
+        while len(self._calls) > (dispatched if self.outputs.groups else 0):
             self._read()
-            busy = self.scheduler.waiting or self.scheduler.running
-        if not busy:
+        if not self.outputs.groups:
             self.update_table()
             self._count_idle_pages()
 
@@ -187,9 +165,13 @@ class Replica:
             replica._count_idle_pages()
         pools = [replica.runner.executor.pool_shape for replica in replicas]
         return Counters.sum([replica.counters for replica in replicas]).snapshot(
-            num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
+            num_waiting=sum(
+                len(replica.scheduler.waiting) + len(replica.outputs.queue) for replica in replicas
+            ),
             num_running=sum(len(replica.scheduler.running) for replica in replicas),
             num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
+            prefix_cache_queries=sum(replica.scheduler.num_queried_tokens for replica in replicas),
+            prefix_cache_hits=sum(replica.scheduler.num_hit_tokens for replica in replicas),
             compilations=sum(replica.runner.num_compiled for replica in replicas),
             num_pages=sum(replica.num_pages for replica in replicas),
             num_shared_pages=sum(
@@ -207,6 +189,7 @@ class Replica:
 
     def _schedule(self) -> SchedulerOutput:
         def schedule() -> SchedulerOutput | None:
+            self._begin_requests()
             steps = [call.in_flight.scheduled.num_steps for call in self._calls]
             return self.scheduler.schedule(
                 in_flight=bool(steps),
@@ -223,29 +206,17 @@ class Replica:
             self.scheduler.resync(self.runner.executor.num_free)
         return scheduled
 
+    def _begin_requests(self) -> None:
+        """Let requests begin that may get a slot: those behind them cost a step nothing."""
+        queue, waiting, most = self.outputs.queue, self.scheduler.waiting, self._max_num_seqs
+        while queue and (len(waiting) < most or queue[0].order < waiting[most - 1].order):
+            self.outputs.begin()
+            self._reschedule()
+
     def _num_steps(self) -> int:
         """Most decode steps of the next call, by the time that a step took."""
         steps = round(_CALL_SECONDS / max(self._step_seconds, 1e-6))
         return max(1, min(steps, self._num_scheduler_steps))
-
-    def _dispatch(self, scheduled: SchedulerOutput) -> int:
-        """Start a call; return how many that were, 0 or 1."""
-        pages, running = self.scheduler.pages, self.scheduler.running
-        if pages.must_update or scheduled.attachments:
-            self.runner.update_table(pages.take_update(), scheduled.attachments)
-        in_flight = self.runner.dispatch(scheduled)
-        if in_flight is None:
-            return 0
-        self._calls.append(
-            _Call(
-                in_flight=in_flight,
-                page_balance=pages.page_balance,
-                num_cached=pages.num_evictable,
-                num_unused_slots=sum(-one.num_computed % pages.page_size for one in running),
-            )
-        )
-        self.counters.num_calls += 1
-        return 1
 
     def _read(self) -> None:
         """Wait for the oldest call in flight, and take what it has computed."""

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import jax
 
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect
 from pallas_paged.engine.model import Model
@@ -119,8 +120,8 @@ class Replicas:
         Raises:
             ValueError: a size is out of range for this model, or for the devices.
         """
-        places = placements(config.tensor_parallel, config.data_parallel, devices)
-        model.kv_cache_spec.on_devices(config.tensor_parallel)
+        places = placements(config.tensor_parallel_size, config.data_parallel_size, devices)
+        model.kv_cache_spec.on_devices(config.tensor_parallel_size)
         self.followers: Followers | None = None
         self.leader: Leader | None = None
         self.num_processes = places[0].num_processes
@@ -133,14 +134,16 @@ class Replicas:
         self.num_pages, self.max_model_len = config.sizes(model, places)
         self._all = [
             Replica(
-                model,
-                one,
-                config,
-                place,
+                Executor(
+                    model,
+                    one,
+                    config,
+                    place,
+                    num_pages=self.num_pages,
+                    max_len=self.max_model_len,
+                    followers=self.followers,
+                ),
                 tokenizer,
-                num_pages=self.num_pages,
-                max_len=self.max_model_len,
-                followers=self.followers,
             )
             for one, place in zip(weights, places, strict=True)
         ]
@@ -160,13 +163,13 @@ class Replicas:
     @property
     def idle(self) -> bool:
         """Whether no request is unfinished, no output is left to take, and no call to read."""
-        return all(one.outputs.idle and not one.in_flight for one in self._all)
+        return all(one.outputs.idle and not one.calls_in_flight for one in self._all)
 
     def add(self, request: Request) -> None:
         """Number a new request, and give it to a replica for good.
 
         Raises:
-            ValueError: its id is in use. Exceptions of the tokenizer pass through.
+            ValueError: its id is in use.
         """
         request_id = request.request_id
         other = self._by_id.get(request_id)
@@ -264,10 +267,10 @@ class Replicas:
             replica.sleep()
         self._router.reset()
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate the pools again."""
         for replica in self._all:
-            replica.runner.executor.wake()
+            replica.runner.executor.wake_up()
 
     def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
         """Compile for each replica, one after another: later ones find more in JAX's caches."""
@@ -297,10 +300,9 @@ class Replicas:
         """Make the calls of process 0; return False when it has closed the engine.
 
         Raises:
-            RuntimeError: this is process 0 or the only one; or process 0 has failed or ended.
+            RuntimeError: process 0 has failed or ended.
         """
-        if self.leader is None:
-            raise RuntimeError("follow() is for the other processes than process 0 of an engine")
+        assert self.leader is not None
         return self.leader.follow(self._all[0].runner.executor)
 
     def fail(self, error: BaseException) -> None:

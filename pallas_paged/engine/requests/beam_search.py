@@ -18,9 +18,6 @@ class BeamSearch(SequenceGroup):
     """
 
     def start(self) -> list[list[Sequence]]:
-        self.ranks = True
-        request = self.request
-        request.outputs, request.start_time, request.first_token_time = [], None, None
         self._finished: list[CompletionOutput] = []
         self._reason: FinishReasonName | None = None  # of an end before the search is over
         return self._ask([CompletionOutput(index=0)])

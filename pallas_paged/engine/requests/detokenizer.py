@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -48,7 +49,7 @@ class IncrementalDetokenizer:
         """Start after the prompt, whose last tokens are context for the decoding."""
         self.text, self.num_tokens = "", 0
         self.stop_reason: str | None = None
-        self._decoder = _StreamDecoder(tokenizer, prompt_token_ids)
+        self._tokenizer, self._prompt = tokenizer, prompt_token_ids
         self._stop, self._min_tokens = tuple(stop), min_tokens
         self._held = ""  # decoded, but a stop text may begin in it
 
@@ -67,9 +68,14 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """Return what was held back."""
         start = len(self.text)
-        if self.stop_reason is None:
+        if self.stop_reason is None and self.num_tokens:
             self._add(self._decoder.finish(), last=True)
         return self.text[start:]
+
+    @cached_property
+    def _decoder(self) -> _StreamDecoder:
+        """Made for the first token: it decodes the end of the prompt, which takes its time."""
+        return _StreamDecoder(self._tokenizer, self._prompt)
 
     def _add(self, piece: str, *, last: bool = False) -> None:
         """Append decoded text up to the first stop text, or to where one may begin."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from collections.abc import Container
 
 from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, RequestOutput
@@ -17,7 +19,8 @@ class OutputProcessor:
     """Gives the sequences of a replica their tokens, ends them, and reports what is new.
 
     Attributes:
-        groups: sequences of the requests that are not finished.
+        queue: requests that have not begun, in the order of service.
+        groups: sequences of the requests that are not finished; None of those in the queue.
         load: tokens that these may have in all.
     """
 
@@ -31,7 +34,8 @@ class OutputProcessor:
             eos_token_ids: of the model.
             counters: of the replica.
         """
-        self.groups: dict[Request, SequenceGroup] = {}
+        self.queue: deque[Request] = deque()
+        self.groups: dict[Request, SequenceGroup | None] = {}
         self.load = 0
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._counters = counters
@@ -47,12 +51,17 @@ class OutputProcessor:
         return not (self.groups or self._changed)
 
     def add(self, request: Request) -> None:
-        """Begin a request; exceptions of the tokenizer pass through."""
-        kind = BeamSearch if request.params.beam_width else SequenceGroup
-        group = kind(request, self._tokenizer, self._eos_token_ids)
-        self._started += group.start()
-        self.groups[request] = group
+        """Put a new request into the queue."""
+        if self.queue and request.order < self.queue[-1].order:
+            insort(self.queue, request, key=lambda one: one.order)
+        else:
+            self.queue.append(request)
+        self.groups[request] = None
         self.load += request.load
+
+    def begin(self) -> None:
+        """Begin the first request of the queue."""
+        self._started += self._new_group(self.queue.popleft()).start()
 
     def process(self, output: RunnerOutput, now: float) -> None:
         """Take what a call has computed, read at a time of `time.perf_counter`."""
@@ -61,26 +70,23 @@ class OutputProcessor:
 
     def abort(self, request: Request) -> None:
         """End a request as it stands."""
-        for sequence in [*self.groups[request].live]:
+        for sequence in [*self._group(request).live]:
             self._finish(sequence, "abort")
 
     def restart(self) -> None:
-        """Begin all unfinished requests again from their prompts; nothing may be in flight."""
-        for request, group in [*self.groups.items()]:
-            self._ended += group.live
-            changed = self._changed.setdefault(request, {})
-            try:
+        """Let all that have begun begin again from their prompts; nothing may be in flight."""
+        for request, group in self.groups.items():
+            if group is not None:
+                self._ended += group.live
+                request.begin_again()
                 self._started += group.start()
-            except Exception as error:  # of the tokenizer
-                group.fail(error)
-                self._finish_request(group)
-                continue
-            changed.clear()
-            self._restarted.add(request)
+                self._changed[request] = {}
+                self._restarted.add(request)
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
-        for group in [*self.groups.values()]:
+        for request in [*self.groups]:
+            group = self._group(request)
             group.fail(error)
             self._finish_request(group)
         self._changed.clear()
@@ -119,6 +125,19 @@ class OutputProcessor:
             self._restarted.discard(request)
         return [request for request in dropped if request.finished]
 
+    def _new_group(self, request: Request) -> SequenceGroup:
+        kind = BeamSearch if request.params.beam_width else SequenceGroup
+        group = self.groups[request] = kind(request, self._tokenizer, self._eos_token_ids)
+        return group
+
+    def _group(self, request: Request) -> SequenceGroup:
+        """Return the sequences of a request that is to end; one in the queue leaves it."""
+        if (group := self.groups[request]) is None:
+            self.queue.remove(request)
+            group = self._new_group(request)
+            group.start()
+        return group
+
     def _process(self, one: SequenceOutput, now: float) -> None:
         """Give a sequence its next tokens, and log-probabilities to its prompt."""
         sequence, token_ids, logprobs = one.scheduled.sequence, one.token_ids, one.logprobs
@@ -129,8 +148,10 @@ class OutputProcessor:
                 request.prompt_logprobs[index] = entry
         if not token_ids:
             return
-        request.first_token_time = request.first_token_time or now
-        self._mark_changed(self.groups[request], sequence)
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self._counters.prompt_tokens += len(request.prompt_token_ids)
+        self._mark_changed(sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
             self._finish(sequence, "length")
             return
@@ -144,8 +165,8 @@ class OutputProcessor:
 
     def _finish(self, sequence: Sequence, reason: FinishReasonName) -> None:
         """End a sequence, and its request with the last of them."""
-        group = self.groups[sequence.request]
-        self._mark_changed(group, sequence)
+        group = self._group(sequence.request)
+        self._mark_changed(sequence)
         self._started += group.finish(sequence, reason)
         self._ended.append(sequence)
         if not group.live:
@@ -155,7 +176,7 @@ class OutputProcessor:
         group.finish_request()
         request = group.request
         changed = self._changed.setdefault(request, {})
-        if group.ranks:
+        if request.params.ranks:
             changed.update((output, (0, 0)) for output in request.outputs)
         if request.params.beam_width:
             self._counters.generated_tokens += sum(len(x.token_ids) for x in request.outputs)
@@ -163,9 +184,9 @@ class OutputProcessor:
         self.load -= request.load
         del self.groups[request]
 
-    def _mark_changed(self, group: SequenceGroup, sequence: Sequence) -> None:
+    def _mark_changed(self, sequence: Sequence) -> None:
         """Note how long an output is that is about to change."""
-        if not group.ranks:
+        if not sequence.request.params.ranks:
             output = sequence.output
             before = len(output.token_ids), len(output.text)
-            self._changed.setdefault(group.request, {}).setdefault(output, before)
+            self._changed.setdefault(sequence.request, {}).setdefault(output, before)

@@ -7,9 +7,16 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
-from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, Logprob, RequestOutput
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReasonName,
+    Logprob,
+    LogprobSequence,
+    RequestOutput,
+)
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.pages.prefix_cache import Block
 
@@ -32,11 +39,9 @@ class Request:
         score_start: of a scored prompt, the index of the first token whose log-probability is
             wanted; None if none is.
         number: how many requests the engine accepted before.
-        outputs: completions; those of `best_of` and beams once they are ranked, at the end.
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
             None if they were not asked for.
         error: what went wrong, where a finish reason is "error".
-        block_hashes: of full pages of the prompt, where the router has needed them.
         num_cached_tokens: prompt tokens that the prefix cache had when the request first started.
         num_preemptions: times that a sequence of it lost its pages.
         arrival_time, start_time, first_token_time, finish_time: when it was submitted, first got a
@@ -52,16 +57,43 @@ class Request:
     max_len: int
     score_start: int | None = None
     number: int = -1
-    outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
-    block_hashes: list[Block] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     arrival_time: float = field(default_factory=time.perf_counter)
     start_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+
+    @cached_property
+    def outputs(self) -> list[CompletionOutput]:
+        """The completions; those of `best_of` and beams once they are ranked, at the end."""
+        # Made when they are first read: 100,000 requests that wait are few objects each.
+        return [] if self.params.ranks else self.new_completions()
+
+    @cached_property
+    def block_hashes(self) -> list[Block]:
+        """Of full pages of the prompt, where the router has needed them."""
+        return []
+
+    def begin_again(self) -> None:
+        """Begin again from the prompt."""
+        self.start_time = self.first_token_time = None
+        self.__dict__.pop("outputs", None)
+
+    def new_completions(self) -> list[CompletionOutput]:
+        """Return empty completions, one for each sequence."""
+        asks = self.params.logprobs is not None
+        return [
+            CompletionOutput(index=index, logprobs=LogprobSequence() if asks else None)
+            for index in range(self.params.num_seqs)
+        ]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By priority, then by arrival; the smallest is served first."""
+        return self.priority, self.number
 
     @property
     def finished(self) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pallas_paged.engine.outputs import (
     CompletionOutput,
     FinishReasonName,
-    LogprobSequence,
     TokenLogprobs,
 )
 from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
@@ -167,7 +166,6 @@ class SequenceGroup:
     Attributes:
         request: its outputs are filled as they grow or, where they are ranked, at the end.
         live: sequences that have not ended.
-        ranks: whether the completions are chosen at the end.
     """
 
     def __init__(
@@ -183,7 +181,6 @@ class SequenceGroup:
         self.request = request
         self.live: list[Sequence] = []
         params = request.params
-        self.ranks = params.best_of is not None
         self._tokenizer = tokenizer if params.detokenize else None
         self._stop_token_ids = frozenset(
             (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
@@ -191,18 +188,16 @@ class SequenceGroup:
         self._mode = SamplingMode.of(params)
 
     def start(self) -> list[list[Sequence]]:
-        """Begin from the prompt; sequences from before are void.
+        """Make the sequences of a request that begins, or begins again.
 
         Returns:
             Sequences to schedule; those of one list have the same tokens.
         """
-        request, params = self.request, self.request.params
+        request = self.request
         self._drawn = [
             Sequence(
                 request=request,
-                output=CompletionOutput(
-                    index=index, logprobs=None if params.logprobs is None else LogprobSequence()
-                ),
+                output=output,
                 token_ids=list(request.prompt_token_ids),
                 block_hashes=list(request.block_hashes),
                 max_len=request.max_len,
@@ -210,11 +205,9 @@ class SequenceGroup:
                 stop_token_ids=self._stop_token_ids,
                 detokenizer=self._detokenizer(),
             )
-            for index in range(params.num_seqs)
+            for output in request.outputs or request.new_completions()
         ]
         self.live = [*self._drawn]
-        request.start_time = request.first_token_time = None
-        request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
         return [[*self._drawn]]
 
     def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[list[Sequence]]:
@@ -230,7 +223,7 @@ class SequenceGroup:
 
     def finish_request(self) -> None:
         """End the request, none of whose sequences is live, and choose what it returns."""
-        if self.ranks:
+        if self.request.params.ranks:
             self.request.outputs = self._ranked()[: self.request.params.n]
             for index, output in enumerate(self.request.outputs):
                 output.index = index

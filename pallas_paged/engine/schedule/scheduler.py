@@ -36,6 +36,8 @@ class Scheduler:
         waiting, running: sequences without and with a slot, in the order of service.
         pages: the pages of running sequences.
         num_preemptions: so far.
+        num_queried_tokens, num_hit_tokens: of requests that have started with a prefix cache: their
+            tokens, and those that it had.
         unused_slots: the last is the next to be used.
     """
 
@@ -67,7 +69,7 @@ class Scheduler:
             cache=cache,
             sliding_window=sliding_window,
         )
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark = watermark
         self.unused_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -327,6 +329,9 @@ class Scheduler:
             if request.start_time is None:
                 request.num_cached_tokens = sequence.num_computed
                 request.start_time = time.perf_counter()
+                if sequence.lease is not None:
+                    self.num_queried_tokens += len(sequence.token_ids)
+                    self.num_hit_tokens += sequence.num_computed
             if sequence.num_to_prefill > 0:
                 chunk = self._chunk(sequence, budget)
                 if chunk is not None:  # with a window, pages may come free only as it goes on

@@ -35,7 +35,7 @@ def generate(
         tokenizer: of the decoder; None: completions have no text.
         progress: show a progress bar.
         config: fields of `EngineConfig`. By default the pool holds all prompts and completions, if
-            the memory does. KV heads are repeated as `tensor_parallel` needs.
+            the memory does. KV heads are repeated as `tensor_parallel_size` needs.
 
     Returns:
         The outputs, in the order of the prompts.
@@ -43,7 +43,7 @@ def generate(
     Raises:
         ValueError: a prompt or a value is out of range.
     """
-    tensor_parallel = config.get("tensor_parallel")
+    tensor_parallel = config.get("tensor_parallel_size")
     if isinstance(tensor_parallel, int) and tensor_parallel > 1:  # EngineConfig refuses others
         decoder = repeat_kv_heads(decoder, tensor_parallel)
     model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))

@@ -58,7 +58,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options)
     parallel = EngineConfig(**sizes)
-    places = placements(parallel.tensor_parallel, parallel.data_parallel, None)
+    places = placements(parallel.tensor_parallel_size, parallel.data_parallel_size, None)
     base_seed = options.pop("seed", secrets.randbits(32))
     if args.chat_template is not None:  # an error even where no prompt has messages
         read_chat_template(args.checkpoint, file=args.chat_template)

@@ -21,8 +21,8 @@ _ENGINE_OPTIONS = (  # fields of `EngineConfig`
     ),
     ("max_num_seqs", int, "sequences that run at a time (64)"),
     ("max_num_batched_tokens", int, "tokens of a step, more than --max-num-seqs (2048)"),
-    ("tensor_parallel", int, "devices that share the model and its pool (1)"),
-    ("data_parallel", int, "copies of the model, each on devices of its own (1)"),
+    ("tensor_parallel_size", int, "devices that share the model and its pool (1)"),
+    ("data_parallel_size", int, "copies of the model, each on devices of its own (1)"),
 )
 
 

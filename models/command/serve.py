@@ -39,7 +39,7 @@ def serve(
     limits = given(args, ServerConfig)
     name = args.served_model_name or args.checkpoint.resolve().name
     hosts = tuple(args.allowed_host or ())
-    config = ServerConfig(**limits, model_name=name, api_keys=api_keys, allowed_hosts=hosts)
+    config = ServerConfig(**limits, served_model_name=name, api_keys=api_keys, allowed_hosts=hosts)
     engine_config = EngineConfig(**given(args, EngineConfig))
     use_compilation_cache(args.compilation_cache)
     template = read_chat_template(args.checkpoint, file=args.chat_template)

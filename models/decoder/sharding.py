@@ -77,7 +77,7 @@ def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
 
     Args:
         decoder: with its weights. The result shares all of them but q, k and v.
-        num_devices: `EngineConfig.tensor_parallel`.
+        num_devices: `EngineConfig.tensor_parallel_size`.
 
     Raises:
         ValueError: the devices can't share the heads or the MLP evenly.

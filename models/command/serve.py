@@ -37,9 +37,9 @@ def serve(
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
     limits = given(args, ServerConfig)
-    name = args.served_model_name or args.checkpoint.resolve().name
+    limits.setdefault("served_model_name", args.checkpoint.resolve().name)
     hosts = tuple(args.allowed_host or ())
-    config = ServerConfig(**limits, served_model_name=name, api_keys=api_keys, allowed_hosts=hosts)
+    config = ServerConfig(**limits, api_keys=api_keys, allowed_hosts=hosts)
     engine_config = EngineConfig(**given(args, EngineConfig))
     use_compilation_cache(args.compilation_cache)
     template = read_chat_template(args.checkpoint, file=args.chat_template)

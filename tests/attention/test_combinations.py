@@ -62,7 +62,7 @@ TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
 QUICK = {"decode": (7, 1684), "ragged": (6, 2073), "cascade": (2, 2495)}
 # The other rows have more levels and random batches. `COMBINATIONS=1000 python -m pytest
 # tests/attention/test_combinations.py` looks for errors on a GPU.
-NUM_ROWS = int(os.environ.get("COMBINATIONS", 20))
+NUM_ROWS = int(os.environ.get("COMBINATIONS", 16))
 MORE_LEVELS = dict(
     heads=[*LEVELS["heads"], (1, 1), (70, 1), (64, 8)],
     head_dim=[*LEVELS["head_dim"], 36, 64, 112, 192, 256, 320, 384, 510, 512],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
 from operator import or_
@@ -104,8 +104,8 @@ class ModelRunner:
         if update or attachments:
             self._update(update, attachments)
 
-    def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
-        """Start a call; return None if there is nothing to compute."""
+    def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
+        """Start a call; return what `read` waits for, or None if there is nothing to compute."""
         if scheduled.forks:
             self._fork(scheduled.forks)
         decodes, chunks = scheduled.decodes, scheduled.chunks
@@ -124,17 +124,16 @@ class ModelRunner:
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
-        output = self._run(decodes, chunks, shape, mode)
-        return InFlight(scheduled=scheduled, output=output)
+        return self._run(decodes, chunks, shape, mode)
 
-    def read(self, in_flight: InFlight) -> RunnerOutput:
-        """Wait for a call.
+    def read(self, scheduled: SchedulerOutput, output: StepOutput) -> RunnerOutput:
+        """Wait for a call, and return what it has computed, sequence by sequence.
 
         Raises:
             RuntimeError: the page table did not have what the host counted on.
         """
-        output = self.executor.read(in_flight.output)
-        return _read_output(in_flight, output, self.executor.config.page_size)
+        output = self.executor.read(output)
+        return _read_output(scheduled, output, self.executor.config.page_size)
 
     def _run(
         self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
@@ -270,34 +269,11 @@ def _padded(values: list[int], size: int, padding: int) -> np.ndarray:
     return padded
 
 
-@dataclass(frozen=True, kw_only=True)
-class InFlight:
-    """A call that is dispatched and not read.
-
-    Attributes:
-        scheduled: what it computes.
-        output: what it returns, on the device or on its way to the host.
-    """
-
-    scheduled: SchedulerOutput
-    output: StepOutput
-
-
-def _read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
-    """Return what a call has computed, sequence by sequence.
-
-    Args:
-        in_flight: the call.
-        output: what it returned, as NumPy arrays.
-        page_size: of the page table.
-
-    Raises:
-        RuntimeError: the page table did not have what the host counted on.
-    """
+def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) -> RunnerOutput:
+    """Return what a call has computed, of its output as NumPy arrays; errors as of `read`."""
     if not output.valid:
         raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
-    decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
-    num_steps = in_flight.scheduled.num_steps
+    decodes, chunks, num_steps = scheduled.decodes, scheduled.chunks, scheduled.num_steps
     tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
     mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
     pages = (mapping // page_size).T.tolist()

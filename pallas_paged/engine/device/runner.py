@@ -90,7 +90,7 @@ class ModelRunner:
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
-        self._update(TableUpdate(), [])
+        self.update_table(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])
         if any(mode.penalties for mode in modes):
@@ -98,11 +98,6 @@ class ModelRunner:
                 self.executor.config.max_num_seqs, [0], []
             )  # a slot that is not there
         self.executor.wait()
-
-    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
-        """Apply what the scheduler has decided to the page table."""
-        if update or attachments:
-            self._update(update, attachments)
 
     def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """Start a call; return what `read` waits for, or None if there is nothing to compute."""
@@ -181,7 +176,7 @@ class ModelRunner:
                 np.bool_(first == 0),
             )
 
-    def _update(self, update: TableUpdate, attachments: list[Attachment]) -> None:
+    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
         """Retain all, then free, release and attach, in as few calls of one shape as possible."""
         *earlier, retained = _split(update.retained, _MAX_PAGES)
         for pages in earlier:

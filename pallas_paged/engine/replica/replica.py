@@ -154,7 +154,8 @@ class Replica:
 
     def update_table(self) -> None:
         """Let the page table do what has been decided."""
-        self.runner.update_table(self.scheduler.pages.take_update(), [])
+        if update := self.scheduler.pages.take_update():
+            self.runner.update_table(update, [])
 
     def stats(self) -> EngineStats:
         """Return the counters so far."""

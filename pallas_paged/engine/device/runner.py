@@ -17,7 +17,6 @@ from pallas_paged.engine.device.state import (
     Batch,
     BatchBuckets,
     TableArrays,
-    pack,
     set_slot,
     slot_states,
 )
@@ -60,6 +59,7 @@ class ModelRunner:
         self.buckets = BatchBuckets(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_steps=config.num_scheduler_steps,
         )
         self.compiled: dict[tuple[int, int], set[SamplingMode]] = {}
         if config.implementation is not None or executor.placement.mesh is not None:
@@ -77,7 +77,7 @@ class ModelRunner:
 
     def empty_batch(self, shape: tuple[int, int], mode: SamplingMode) -> Batch:
         """Return a batch that computes nothing."""
-        return self._pack([], [], shape, mode)
+        return self.buckets.pack([], [], shape, mode)
 
     def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
         """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
@@ -138,23 +138,10 @@ class ModelRunner:
         if mode not in compiled:  # a larger one serves as well
             mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)
-        output = self.executor.step(self._pack(decodes, chunks, shape, mode))
+        output = self.executor.step(self.buckets.pack(decodes, chunks, shape, mode))
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         return output
-
-    def _pack(
-        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
-    ) -> Batch:
-        return pack(
-            decodes,
-            chunks,
-            shape=shape,
-            max_num_seqs=self.executor.config.max_num_seqs,
-            max_num_batched_tokens=self.executor.config.max_num_batched_tokens,
-            mode=mode,
-            max_num_steps=self.executor.config.num_scheduler_steps,
-        )
 
     def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
         """Set the slots of sequences that begin to sample; resumed ones also need their token."""

@@ -210,6 +210,7 @@ class AsyncEngine:
                     raise ValueError(f"{request_id=} is that of another request")
                 while not request.request_id or request.request_id in self._collectors:
                     request.request_id = f"async-{next(self._numbers)}"
+                request.begin()  # outputs that are first read in two threads could be made twice
             collectors = [OutputCollector(request) for request in requests]
             self._collectors |= {one.request.request_id: one for one in collectors}
             self._put(self._add, collectors)

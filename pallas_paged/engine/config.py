@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_paged.checks import check_integer, check_number
+from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
@@ -80,11 +80,8 @@ class EngineConfig:
             raise ValueError(f"watermark={self.watermark} must be at least 0 and below 1")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0, at most 1")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be a bool")
-        if not isinstance(self.kv_cache_dtype, str | None):
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be a str")
-        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
 

@@ -80,6 +80,16 @@ class EngineStats:
     latency_p99: float
 
     @property
+    def num_used_pages(self) -> int:
+        """Pages that running sequences hold."""
+        return self.num_pages - self.num_free_pages - self.num_cached_pages
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool that running sequences hold."""
+        return self.num_used_pages / self.num_pages
+
+    @property
     def cache_hit_rate(self) -> float:
         """Share of the tokens that were looked up and found."""
         queries = self.prefix_cache_queries

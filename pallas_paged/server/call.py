@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
 import time
@@ -16,22 +17,9 @@ from pallas_paged.server.fields import Fields, bad_request
 MAX_N = 128  # completions of a prompt, as in OpenAI's API
 # The engine looks for each stop text after each token.
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
-_SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-)
+_FIELDS = [one.name for one in dataclasses.fields(SamplingParams)]
+# Those that requests have in another form.
+_OTHERS = "max_tokens", "logit_bias", "seed", "stop", "logprobs", "prompt_logprobs", "detokenize"
 # Fields of OpenAI's API that change nothing here.
 _IGNORED_FIELDS = (
     "user",
@@ -164,7 +152,7 @@ def take_params(
     """
     for name in _IGNORED_FIELDS:
         fields.take(name)
-    values = {name: fields.take(name) for name in _SAMPLING_FIELDS}
+    values = {name: fields.take(name) for name in _FIELDS if name not in _OTHERS}
     values["stop"] = fields.take("stop", str, list)
     seed = fields.take("seed", int)
     values["seed"] = None if seed is None else seed % 2**32
@@ -192,8 +180,7 @@ def take_params(
 def field_of(message: str) -> str | None:
     """Return the name of the field with which an error's message begins, if it is one."""
     name = re.match(r"\w+", message)
-    fields = (*_SAMPLING_FIELDS, "stop", "max_tokens", "logprobs", "logit_bias", "seed")
-    return name[0] if name and name[0] in fields else None
+    return name[0] if name and name[0] in _FIELDS else None
 
 
 def _logit_bias(bias: dict[str, Any] | None) -> dict[int, Any] | None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +28,8 @@ _GAUGES = {
     "num_free_pages": ("num_free_pages", "Pages that are free."),
     "num_cached_pages": ("num_cached_pages", "Pages that only the prefix cache holds."),
     "num_shared_pages": ("num_shared_pages", "Pages that several running sequences hold."),
+    "num_used_pages": ("num_used_pages", "Pages that running sequences hold."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of those, 0 to 1."),
     "kv_cache_bytes": ("pool_bytes", "Bytes of the pool."),
 }
 _COUNTERS = {
@@ -155,28 +158,17 @@ class _StatsCollector(Collector):
     def __init__(self, model_name: str):
         self.newest: EngineStats | None = None
         self.is_alive = True
-        self._labels = ["model_name"], [model_name]
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        names, values = self._labels
-        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1, or 0 for a dead engine.", labels=names)
-        up.add_metric(values, float(self.is_alive))
-        yield up
-        if (stats := self.newest) is None:
-            return
-        for name, (field, text) in _GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
-            gauge.add_metric(values, getattr(stats, field))
-            yield gauge
-        used = stats.num_pages - stats.num_free_pages - stats.num_cached_pages
-        for name, value, text in (
-            ("num_used_pages", used, "Pages that running sequences hold."),
-            ("kv_cache_usage_perc", used / stats.num_pages, "Share of those, 0 to 1."),
-        ):
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        for name, (field, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=names)
-            counter.add_metric(values, getattr(stats, field))
-            yield counter
+        def metric(family: Any, name: str, text: str, value: float) -> Metric:
+            made = family(PREFIX + name, text, labels=["model_name"])
+            made.add_metric([self._model_name], value)
+            return made
+
+        up = "1, or 0 for a dead engine."
+        yield metric(GaugeMetricFamily, "engine_up", up, float(self.is_alive))
+        if self.newest is not None:
+            for family, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+                for name, (field, text) in metrics.items():
+                    yield metric(family, name, text, getattr(self.newest, field))

@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, connections: Connections, of_uvicorn: dict[str, Any]):
         self._all, self._of_uvicorn = connections, of_uvicorn
-        self._inner: HttpToolsProtocol | None = None  # None: refused
+        self._inner: Any = asyncio.Protocol()  # until it is accepted; does nothing
         self._parser = httptools.HttpRequestParser(self)
         with contextlib.suppress(AttributeError):  # of an old httptools; uvicorn sets it too
             self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -115,19 +115,16 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         self._all.open.discard(self)
-        if self._inner is not None:
-            self._inner.connection_lost(exc)
+        self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.pause_writing()
+        self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.resume_writing()
+        self._inner.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._inner is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         # Only what a head may still have; the parser does not say how much of a read is the head.
         size = MAX_HEAD_BYTES - self._head_bytes if self._in_head else len(data)

@@ -113,6 +113,16 @@ async def test_bad_requests_are_refused_at_the_call_and_others_have_ids_of_their
 
 
 @in_loop
+async def test_a_client_may_keep_the_outputs_of_its_request_from_the_first_moment(engine, gate):
+    streams = [engine.submit([1, 2], greedy(n=n, max_tokens=3)) for n in (1, 2, 4)]
+    outputs = [stream.request.outputs for stream in streams]
+    gate.let()
+    for stream, kept in zip(streams, outputs, strict=True):
+        await stream.whole()
+        assert stream.request.outputs is kept and {len(one.token_ids) for one in kept} == {3}
+
+
+@in_loop
 async def test_an_error_of_the_tokenizer_ends_only_its_request(engine, monkeypatch):
     monkeypatch.setattr(NumberTokenizer, "broken", True)
     output = await engine.submit([1], greedy()).whole()

@@ -6,9 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_paged.engine.device.state import BatchBuckets, pack
+from pallas_paged.engine.device.state import BatchBuckets
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import Chunk, Decode
+
+
+def make_buckets(max_num_seqs, most):
+    return BatchBuckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=most, max_num_steps=4)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +25,7 @@ from pallas_paged.engine.schedule.calls import Chunk, Decode
     ],
 )
 def test_buckets_are_few(max_num_seqs, max_num_batched_tokens, decode_slots, chunk_tokens):
-    buckets = BatchBuckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
     assert buckets.decode_slots == decode_slots and buckets.chunk_tokens == chunk_tokens
     wanted = [(slots, 0) for slots in decode_slots]
     wanted += [(max_num_seqs, tokens) for tokens in chunk_tokens]
@@ -32,7 +36,7 @@ def test_buckets_are_few(max_num_seqs, max_num_batched_tokens, decode_slots, chu
 @given(st.integers(1, 80), st.integers(1, 700), st.data())
 def test_every_batch_gets_the_smallest_bucket_that_fits(max_num_seqs, more, data):
     most = max_num_seqs + more
-    buckets = BatchBuckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=most)
+    buckets = make_buckets(max_num_seqs, most)
     num_decodes = data.draw(st.integers(0, max_num_seqs))
     num_tokens = data.draw(st.integers(not num_decodes, most - num_decodes))
     assert buckets.fit(num_decodes, num_tokens) == min(
@@ -56,8 +60,7 @@ def chunk(slot, token_ids, *, targets=None):
 
 def packed(decodes, chunks, shape, **mode):
     """A batch of at most 10 sequences and 32 tokens; slot 10 is padding."""
-    sizes = dict(shape=shape, max_num_seqs=10, max_num_batched_tokens=32, max_num_steps=4)
-    return pack(decodes, chunks, mode=SamplingMode(**mode), **sizes)
+    return make_buckets(10, 32).pack(decodes, chunks, shape, SamplingMode(**mode))
 
 
 def test_decoding_slots_have_the_places_that_chunks_leave_which_are_packed_in_order():

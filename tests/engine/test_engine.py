@@ -165,7 +165,7 @@ def test_the_next_call_is_dispatched_before_the_last_is_read(monkeypatch):
     runner = engine.replicas[0].runner
     for name in ("dispatch", "read"):
         call = getattr(runner, name)
-        monkeypatch.setattr(runner, name, lambda x, c=call, n=name: log.append(n) or c(x))
+        monkeypatch.setattr(runner, name, lambda *x, c=call, n=name: log.append(n) or c(*x))
     engine.submit([1, 2, 3], greedy(max_tokens=4))
     run(engine, check=False)
     assert log == ["dispatch", *["dispatch", "read"] * 3, "dispatch", "read"]

@@ -97,7 +97,7 @@ def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
     request = engine.submit([1, 2, 3], greedy(max_tokens=9))
     for _ in range(2):
         engine.step()
-    read_interrupted = lambda _: (press_ctrl_c(), press_ctrl_c())  # noqa: E731
+    read_interrupted = lambda *_: (press_ctrl_c(), press_ctrl_c())  # noqa: E731
     monkeypatch.setattr(engine.replicas[0].runner, "read", read_interrupted)
     with pytest.raises(KeyboardInterrupt):
         while True:

@@ -111,7 +111,7 @@ def call(replica, num_steps):
     decodes = [Decode(sequence=one, num_tokens=num_steps) for one in replica.scheduler.running]
     nothing = dict(attachments=[], forks=[], resumed=[], chunks=[])
     scheduled = SchedulerOutput(**nothing, decodes=decodes, num_steps=num_steps)
-    output = replica.runner.dispatch(scheduled).output
+    output = replica.runner.dispatch(scheduled)
     return np.asarray(output.token_ids), output
 
 

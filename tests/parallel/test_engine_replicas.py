@@ -117,7 +117,7 @@ def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):
     for index, replica in enumerate(engine.replicas):
         for name in ("dispatch", "read"):
             call, entry = getattr(replica.runner, name), (name, index)
-            noted = lambda x, call=call, entry=entry: log.append(entry) or call(x)  # noqa: E731
+            noted = lambda *x, call=call, entry=entry: log.append(entry) or call(*x)  # noqa: E731
             monkeypatch.setattr(replica.runner, name, noted)
     submit(engine, PROMPTS[:2], greedy(max_tokens=3))
     engine.step()

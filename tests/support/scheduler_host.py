@@ -10,6 +10,7 @@ from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput, SequenceOutput
+from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from tests.support.allocator_oracle import AllocatorOracle
 
@@ -87,7 +88,9 @@ class Host:
         """Put these sequences into the queue of a scheduler with SIZES, except those given."""
         self.sizes = SIZES | sizes
         self.cache = PrefixCache(page_size=PAGE_SIZE) if caching else cache
-        self.scheduler = Scheduler(page_size=PAGE_SIZE, cache=self.cache, **self.sizes)
+        watermark = self.sizes.pop("watermark")
+        pages = KVCacheManager(page_size=PAGE_SIZE, cache=self.cache, **self.sizes)
+        self.scheduler = Scheduler(pages, watermark=watermark)
         self.table = AllocatorOracle(
             num_pages=self.sizes["num_pages"],
             page_size=PAGE_SIZE,

@@ -18,6 +18,7 @@ from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput, SequenceOutput
+from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from pallas_paged.engine.stats import Counters
 from pallas_paged.pages.prefix_cache import PrefixCache
@@ -137,15 +138,15 @@ class Storm:
         self.num_slots, self.budget, self.checks, self.window = 32, 96, checks, window
         num_pages = 110 if window is None else 75
         self.cache = PrefixCache(page_size=PAGE_SIZE) if caching else None
-        self.scheduler = Scheduler(
+        pages = KVCacheManager(
             num_pages=num_pages,
             page_size=PAGE_SIZE,
             max_num_seqs=self.num_slots,
             max_num_batched_tokens=self.budget,
-            watermark=num_pages // 32,
             cache=self.cache,
             sliding_window=window,
         )
+        self.scheduler = Scheduler(pages, watermark=num_pages // 32)
         self.outputs = OutputProcessor(None, (EOS,), Counters())
         self.pages = Pages(num_pages, self.num_slots)
         self.calls: deque[_Call] = deque()

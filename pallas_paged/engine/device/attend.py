@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +86,9 @@ class PagedAttend:
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
         self._kernels = kernels
         self._peers = peers
+        self.row_linear = partial(row_linear, peers=peers)
+        self.row_linear_norm = partial(row_linear_norm, peers=peers)
+        self.embed = partial(embed, peers=peers)
         self._seen: list[jax.Array] = []  # pages that a call has taken or returned
 
     def __call__(
@@ -134,17 +138,6 @@ class PagedAttend:
             if attention is not None:
                 return attention, cache
         return self._attend(q, cache, **options)
-
-    def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        return row_linear(x, weight, self._peers)
-
-    def row_linear_norm(
-        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
-        return row_linear_norm(x, weight, residual, norm, eps, self._peers)
-
-    def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
-        return embed(token_ids, table, self._peers)
 
     @property
     def _has_states(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
 from operator import or_
@@ -17,7 +17,6 @@ from pallas_paged.engine.device.state import (
     Batch,
     BatchBuckets,
     TableArrays,
-    pack,
     set_slot,
     slot_states,
 )
@@ -60,6 +59,7 @@ class ModelRunner:
         self.buckets = BatchBuckets(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_steps=config.num_scheduler_steps,
         )
         self.compiled: dict[tuple[int, int], set[SamplingMode]] = {}
         if config.implementation is not None or executor.placement.mesh is not None:
@@ -77,7 +77,7 @@ class ModelRunner:
 
     def empty_batch(self, shape: tuple[int, int], mode: SamplingMode) -> Batch:
         """Return a batch that computes nothing."""
-        return self._pack([], [], shape, mode)
+        return self.buckets.pack([], [], shape, mode)
 
     def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
         """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
@@ -90,7 +90,7 @@ class ModelRunner:
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
-        self._update(TableUpdate(), [])
+        self.update_table(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])
         if any(mode.penalties for mode in modes):
@@ -99,13 +99,8 @@ class ModelRunner:
             )  # a slot that is not there
         self.executor.wait()
 
-    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
-        """Apply what the scheduler has decided to the page table."""
-        if update or attachments:
-            self._update(update, attachments)
-
-    def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
-        """Start a call; return None if there is nothing to compute."""
+    def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
+        """Start a call; return what `read` waits for, or None if there is nothing to compute."""
         if scheduled.forks:
             self._fork(scheduled.forks)
         decodes, chunks = scheduled.decodes, scheduled.chunks
@@ -124,17 +119,16 @@ class ModelRunner:
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
-        output = self._run(decodes, chunks, shape, mode)
-        return InFlight(scheduled=scheduled, output=output)
+        return self._run(decodes, chunks, shape, mode)
 
-    def read(self, in_flight: InFlight) -> RunnerOutput:
-        """Wait for a call.
+    def read(self, scheduled: SchedulerOutput, output: StepOutput) -> RunnerOutput:
+        """Wait for a call, and return what it has computed, sequence by sequence.
 
         Raises:
             RuntimeError: the page table did not have what the host counted on.
         """
-        output = self.executor.read(in_flight.output)
-        return _read_output(in_flight, output, self.executor.config.page_size)
+        output = self.executor.read(output)
+        return _read_output(scheduled, output, self.executor.config.page_size)
 
     def _run(
         self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
@@ -144,23 +138,10 @@ class ModelRunner:
         if mode not in compiled:  # a larger one serves as well
             mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)
-        output = self.executor.step(self._pack(decodes, chunks, shape, mode))
+        output = self.executor.step(self.buckets.pack(decodes, chunks, shape, mode))
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         return output
-
-    def _pack(
-        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
-    ) -> Batch:
-        return pack(
-            decodes,
-            chunks,
-            shape=shape,
-            max_num_seqs=self.executor.config.max_num_seqs,
-            max_num_batched_tokens=self.executor.config.max_num_batched_tokens,
-            mode=mode,
-            max_num_steps=self.executor.config.num_scheduler_steps,
-        )
 
     def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
         """Set the slots of sequences that begin to sample; resumed ones also need their token."""
@@ -182,7 +163,7 @@ class ModelRunner:
                 np.bool_(first == 0),
             )
 
-    def _update(self, update: TableUpdate, attachments: list[Attachment]) -> None:
+    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
         """Retain all, then free, release and attach, in as few calls of one shape as possible."""
         *earlier, retained = _split(update.retained, _MAX_PAGES)
         for pages in earlier:
@@ -270,34 +251,11 @@ def _padded(values: list[int], size: int, padding: int) -> np.ndarray:
     return padded
 
 
-@dataclass(frozen=True, kw_only=True)
-class InFlight:
-    """A call that is dispatched and not read.
-
-    Attributes:
-        scheduled: what it computes.
-        output: what it returns, on the device or on its way to the host.
-    """
-
-    scheduled: SchedulerOutput
-    output: StepOutput
-
-
-def _read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
-    """Return what a call has computed, sequence by sequence.
-
-    Args:
-        in_flight: the call.
-        output: what it returned, as NumPy arrays.
-        page_size: of the page table.
-
-    Raises:
-        RuntimeError: the page table did not have what the host counted on.
-    """
+def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) -> RunnerOutput:
+    """Return what a call has computed, of its output as NumPy arrays; errors as of `read`."""
     if not output.valid:
         raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
-    decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
-    num_steps = in_flight.scheduled.num_steps
+    decodes, chunks, num_steps = scheduled.decodes, scheduled.chunks, scheduled.num_steps
     tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
     mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
     pages = (mapping // page_size).T.tolist()

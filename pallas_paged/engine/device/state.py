@@ -84,10 +84,15 @@ class BatchBuckets:
 
     A batch that only decodes has a power of two of slots. One with chunks has all slots and room
     for a power of two of tokens in chunks; the number of chunks does not matter.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
+        max_num_steps: of a call that only decodes.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_steps: int
 
     @property
     def decode_slots(self) -> list[int]:
@@ -108,54 +113,52 @@ class BatchBuckets:
             return next(slots for slots in self.decode_slots if slots >= num_decodes), 0
         return self.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
 
-
-def pack(
-    decodes: list[Decode],
-    chunks: list[Chunk],
-    *,
-    shape: tuple[int, int],
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    mode: SamplingMode,
-    max_num_steps: int,
-) -> Batch:
-    """Pack a schedule into a batch, of one of the shapes of `BatchBuckets` that has room for it."""
-    num_slots, num_tokens = shape
-    first = num_slots - len(decodes) if num_tokens else 0
-    place = slice(first, first + len(decodes))
-    decoding = np.full(num_slots, max_num_seqs, np.int32)
-    decoding[place] = [decode.sequence.running_slot for decode in decodes]
-    steps = np.zeros(num_slots, np.int32)
-    steps[place] = [decode.num_tokens for decode in decodes]
-    packed = None
-    if num_tokens:
-        num_tokens = min(num_tokens + num_slots, max_num_batched_tokens)
-        lens = [len(chunk.token_ids) for chunk in chunks]
-        total, count = sum(lens), len(chunks)
-        token_ids = np.zeros(num_tokens, np.int32)
-        token_ids[:total] = np.fromiter(chain.from_iterable(x.token_ids for x in chunks), np.int32)
-        cu_q_lens = np.full(max_num_seqs + 1, total, np.int32)
-        cu_q_lens[: count + 1] = np.cumsum([0, *lens])
-        slots = np.full(max_num_seqs, max_num_seqs, np.int32)
-        slots[:count] = [chunk.sequence.running_slot for chunk in chunks]
-        is_last = np.zeros(max_num_seqs, bool)
-        is_last[:count] = [chunk.is_last for chunk in chunks]
-        targets = None
-        if mode.prompt_logprobs >= 0:
-            targets = np.full(num_tokens, -1, np.int32)
-            for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
-                if (wanted := chunk.targets) is not None:
-                    targets[start : start + len(wanted)] = wanted
-        packed = ChunkBatch(
-            token_ids=token_ids, cu_q_lens=cu_q_lens, slots=slots, is_last=is_last, targets=targets
+    def pack(
+        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
+    ) -> Batch:
+        """Pack a schedule into a batch of a shape that has room for it."""
+        num_slots, num_tokens = shape
+        first = num_slots - len(decodes) if num_tokens else 0
+        place = slice(first, first + len(decodes))
+        decoding = np.full(num_slots, self.max_num_seqs, np.int32)
+        decoding[place] = [decode.sequence.running_slot for decode in decodes]
+        steps = np.zeros(num_slots, np.int32)
+        steps[place] = [decode.num_tokens for decode in decodes]
+        packed = None
+        if num_tokens:
+            num_tokens = min(num_tokens + num_slots, self.max_num_batched_tokens)
+            lens = [len(chunk.token_ids) for chunk in chunks]
+            total, count = sum(lens), len(chunks)
+            token_ids = np.zeros(num_tokens, np.int32)
+            token_ids[:total] = np.fromiter(
+                chain.from_iterable(x.token_ids for x in chunks), np.int32
+            )
+            cu_q_lens = np.full(self.max_num_seqs + 1, total, np.int32)
+            cu_q_lens[: count + 1] = np.cumsum([0, *lens])
+            slots = np.full(self.max_num_seqs, self.max_num_seqs, np.int32)
+            slots[:count] = [chunk.sequence.running_slot for chunk in chunks]
+            is_last = np.zeros(self.max_num_seqs, bool)
+            is_last[:count] = [chunk.is_last for chunk in chunks]
+            targets = None
+            if mode.prompt_logprobs >= 0:
+                targets = np.full(num_tokens, -1, np.int32)
+                for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
+                    if (wanted := chunk.targets) is not None:
+                        targets[start : start + len(wanted)] = wanted
+            packed = ChunkBatch(
+                token_ids=token_ids,
+                cu_q_lens=cu_q_lens,
+                slots=slots,
+                is_last=is_last,
+                targets=targets,
+            )
+        return Batch(
+            decode_slots=decoding,
+            num_steps=steps,
+            chunks=packed,
+            mode=mode,
+            max_num_steps=1 if num_tokens else self.max_num_steps,
         )
-    return Batch(
-        decode_slots=decoding,
-        num_steps=steps,
-        chunks=packed,
-        mode=mode,
-        max_num_steps=1 if num_tokens else max_num_steps,
-    )
 
 
 def _powers(least: int, most: int) -> list[int]:

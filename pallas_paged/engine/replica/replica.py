@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.pool import pool_bytes
-from pallas_paged.engine.device.runner import InFlight, ModelRunner
+from pallas_paged.engine.device.runner import ModelRunner
+from pallas_paged.engine.device.step import StepOutput
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.schedule.calls import Decode, RunnerOutput, SchedulerOutput
+from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from pallas_paged.engine.stats import Counters, EngineStats
 from pallas_paged.pages.check import check_page_table
@@ -28,7 +30,8 @@ _CALL_SECONDS = 0.01  # of a call of several steps: how long a new request may h
 class _Call:
     """A call in flight, with the host's counts after its schedule."""
 
-    in_flight: InFlight
+    scheduled: SchedulerOutput
+    output: StepOutput
     page_balance: int
     num_cached: int
     num_unused_slots: int
@@ -56,19 +59,18 @@ class Replica:
         self.runner = ModelRunner(executor)
         page_size, caching = config.page_size, config.enable_prefix_caching
         self.cache = PrefixCache(page_size=page_size) if caching else None
-        self.scheduler = Scheduler(
+        pages = KVCacheManager(
             num_pages=num_pages,
             page_size=page_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            watermark=int(config.watermark * num_pages),
             cache=self.cache,
             sliding_window=model.kv_cache_spec.sliding_window,
         )
+        self.scheduler = Scheduler(pages, watermark=int(config.watermark * num_pages))
         self.counters = Counters(num_free_pages=num_pages)
         self.outputs = OutputProcessor(tokenizer, model.eos_token_ids, self.counters)
         self._num_scheduler_steps = config.num_scheduler_steps
-        self._max_num_seqs = config.max_num_seqs
         self._calls: deque[_Call] = deque()
         self._last_read: float | None = None
         self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
@@ -104,12 +106,12 @@ class Replica:
         pages, running = self.scheduler.pages, self.scheduler.running
         if pages.must_update or scheduled.attachments:
             self.runner.update_table(pages.take_update(), scheduled.attachments)
-        in_flight = self.runner.dispatch(scheduled)
-        if in_flight is None:
+        if (output := self.runner.dispatch(scheduled)) is None:
             return 0
         self._calls.append(
             _Call(
-                in_flight=in_flight,
+                scheduled=scheduled,
+                output=output,
                 page_balance=pages.page_balance,
                 num_cached=pages.num_evictable,
                 num_unused_slots=sum(-one.num_computed % pages.page_size for one in running),
@@ -124,7 +126,7 @@ class Replica:
             self._read()
         if not self.outputs.groups:
             self.update_table()
-            self._count_idle_pages()
+            self.count_idle_pages()
 
     def drain(self) -> None:
         """Read all calls in flight."""
@@ -152,36 +154,14 @@ class Replica:
 
     def update_table(self) -> None:
         """Let the page table do what has been decided."""
-        self.runner.update_table(self.scheduler.pages.take_update(), [])
+        if update := self.scheduler.pages.take_update():
+            self.runner.update_table(update, [])
 
     def stats(self) -> EngineStats:
         """Return the counters so far."""
-        return self.stats_with(())
+        return stats_of([self])
 
-    def stats_with(self, others: Iterable[Replica]) -> EngineStats:
-        """Return the counters of this replica and others together."""
-        replicas = [self, *others]
-        for replica in replicas:
-            replica._count_idle_pages()
-        pools = [replica.runner.executor.pool_shape for replica in replicas]
-        return Counters.sum([replica.counters for replica in replicas]).snapshot(
-            num_waiting=sum(
-                len(replica.scheduler.waiting) + len(replica.outputs.queue) for replica in replicas
-            ),
-            num_running=sum(len(replica.scheduler.running) for replica in replicas),
-            num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
-            prefix_cache_queries=sum(replica.scheduler.num_queried_tokens for replica in replicas),
-            prefix_cache_hits=sum(replica.scheduler.num_hit_tokens for replica in replicas),
-            compilations=sum(replica.runner.num_compiled for replica in replicas),
-            num_pages=sum(replica.num_pages for replica in replicas),
-            num_shared_pages=sum(
-                replica.cache.num_shared for replica in replicas if replica.cache is not None
-            ),
-            kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
-            pool_bytes=sum(map(pool_bytes, pools)),
-        )
-
-    def _count_idle_pages(self) -> None:
+    def count_idle_pages(self) -> None:
         """Count the pages anew where nothing runs: the newest report may be older than an abort."""
         if not self.scheduler.running:
             self.counters.num_cached_pages = num_cached = self.scheduler.pages.num_evictable
@@ -190,7 +170,7 @@ class Replica:
     def _schedule(self) -> SchedulerOutput:
         def schedule() -> SchedulerOutput | None:
             self._begin_requests()
-            steps = [call.in_flight.scheduled.num_steps for call in self._calls]
+            steps = [call.scheduled.num_steps for call in self._calls]
             return self.scheduler.schedule(
                 in_flight=bool(steps),
                 may_end_early=max(steps, default=1) > 1,
@@ -208,7 +188,8 @@ class Replica:
 
     def _begin_requests(self) -> None:
         """Let requests begin that may get a slot: those behind them cost a step nothing."""
-        queue, waiting, most = self.outputs.queue, self.scheduler.waiting, self._max_num_seqs
+        queue, waiting = self.outputs.queue, self.scheduler.waiting
+        most = self.scheduler.pages.max_num_seqs
         while queue and (len(waiting) < most or queue[0].order < waiting[most - 1].order):
             self.outputs.begin()
             self._reschedule()
@@ -221,8 +202,8 @@ class Replica:
     def _read(self) -> None:
         """Wait for the oldest call in flight, and take what it has computed."""
         call = self._calls.popleft()
-        is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
-        output = self.runner.read(call.in_flight)
+        is_late = call.output.num_free.is_ready()  # type: ignore[attr-defined]
+        output = self.runner.read(call.scheduled, call.output)
         now = time.perf_counter()
         self.scheduler.update(output, call.page_balance)
         self._count(call, output, now, is_late)
@@ -239,7 +220,7 @@ class Replica:
 
     def _count(self, call: _Call, output: RunnerOutput, now: float, is_late: bool) -> None:
         """Count what a call has computed, and how long its steps took."""
-        counters, chunks = self.counters, call.in_flight.scheduled.chunks
+        counters, chunks = self.counters, call.scheduled.chunks
         counters.count_pages(
             num_pages=self.num_pages,
             num_free=output.num_free,
@@ -259,3 +240,25 @@ class Replica:
             seconds = (now - self._last_read) / num_steps
             self._step_seconds = min(self._step_seconds, seconds) / 2 if is_late else seconds
         self._last_read = now
+
+
+def stats_of(replicas: Sequence[Replica]) -> EngineStats:
+    """Return the counters of replicas together."""
+    for replica in replicas:
+        replica.count_idle_pages()
+    pools = [replica.runner.executor.pool_shape for replica in replicas]
+    schedulers = [replica.scheduler for replica in replicas]
+    caches = [replica.cache for replica in replicas if replica.cache is not None]
+    queues = [queue for one in replicas for queue in (one.scheduler.waiting, one.outputs.queue)]
+    return Counters.sum([replica.counters for replica in replicas]).snapshot(
+        num_waiting=sum(map(len, queues)),
+        num_running=sum(len(one.running) for one in schedulers),
+        num_preemptions=sum(one.num_preemptions for one in schedulers),
+        prefix_cache_queries=sum(one.num_queried_tokens for one in schedulers),
+        prefix_cache_hits=sum(one.num_hit_tokens for one in schedulers),
+        compilations=sum(replica.runner.num_compiled for replica in replicas),
+        num_pages=sum(replica.num_pages for replica in replicas),
+        num_shared_pages=sum(cache.num_shared for cache in caches),
+        kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
+        pool_bytes=sum(map(pool_bytes, pools)),
+    )

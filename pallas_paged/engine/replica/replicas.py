@@ -15,7 +15,7 @@ from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.replica.replica import Replica
+from pallas_paged.engine.replica.replica import Replica, stats_of
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingMode
@@ -289,7 +289,7 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Return the counters of all replicas together."""
-        return self._all[0].stats_with(self._all[1:])
+        return stats_of(self._all)
 
     def release(self) -> None:
         """Let the other processes return from `follow`."""

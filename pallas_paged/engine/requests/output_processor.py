@@ -78,7 +78,7 @@ class OutputProcessor:
         for request, group in self.groups.items():
             if group is not None:
                 self._ended += group.live
-                request.begin_again()
+                request.begin()
                 self._started += group.start()
                 self._changed[request] = {}
                 self._restarted.add(request)

@@ -70,6 +70,10 @@ class Request:
     def outputs(self) -> list[CompletionOutput]:
         """The completions; those of `best_of` and beams once they are ranked, at the end."""
         # Made when they are first read: 100,000 requests that wait are few objects each.
+        return self.new_outputs()
+
+    def new_outputs(self) -> list[CompletionOutput]:
+        """Return empty completions, or none if they will be ranked."""
         return [] if self.params.ranks else self.new_completions()
 
     @cached_property
@@ -77,10 +81,10 @@ class Request:
         """Of full pages of the prompt, where the router has needed them."""
         return []
 
-    def begin_again(self) -> None:
-        """Begin again from the prompt."""
+    def begin(self) -> None:
+        """Begin, or begin again, from the prompt."""
         self.start_time = self.first_token_time = None
-        self.__dict__.pop("outputs", None)
+        self.outputs = self.new_outputs()
 
     def new_completions(self) -> list[CompletionOutput]:
         """Return empty completions, one for each sequence."""

@@ -30,7 +30,8 @@ class KVCacheManager:
     """Counts pages, and finds, fills and evicts those of the prefix cache.
 
     Attributes:
-        num_pages, page_size: of the page table.
+        num_pages, page_size, max_num_seqs: of the page table.
+        max_num_batched_tokens: of a step.
         num_free: lower bound of the pages that are free when the next step runs.
         page_balance: pages evicted less pages taken, so far.
         update: what has been decided and the table has not done yet.
@@ -46,11 +47,16 @@ class KVCacheManager:
         cache: PrefixCache | None,
         sliding_window: int | None,
     ):
-        """Start with all pages free; arguments as in `Scheduler`."""
+        """Start with all pages free; sizes as in `EngineConfig`.
+
+        Args:
+            cache: None computes every prompt in full.
+            sliding_window: tokens after which pages are freed from the left, or None.
+        """
         self.num_pages, self.page_size = num_pages, page_size
         self.num_free = num_pages
         self.page_balance = 0
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._cache = cache
         self._window = sliding_window
         self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
@@ -80,7 +86,7 @@ class KVCacheManager:
         if self._window is None:
             return self.pages_for(num_tokens)
         # The pages of a chunk and of the window before it, and a partial one at either end.
-        most = self.pages_for(self._window + self._max_num_batched_tokens) + 1
+        most = self.pages_for(self._window + self.max_num_batched_tokens) + 1
         return min(self.pages_for(num_tokens), most)
 
     def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:

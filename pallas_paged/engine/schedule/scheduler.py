@@ -20,7 +20,6 @@ from pallas_paged.engine.schedule.calls import (
     SchedulerOutput,
 )
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
-from pallas_paged.pages.prefix_cache import PrefixCache
 
 
 class Scheduler:
@@ -41,38 +40,19 @@ class Scheduler:
         unused_slots: the last is the next to be used.
     """
 
-    def __init__(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        watermark: int,
-        cache: PrefixCache | None,
-        sliding_window: int | None = None,
-    ):
-        """Start with all pages free; sizes as in `EngineConfig`.
+    def __init__(self, pages: KVCacheManager, *, watermark: int):
+        """Start with all pages free.
 
         Args:
+            pages: of the table, none of which is taken.
             watermark: pages that must be left over when a sequence starts beside others.
-            cache: None computes every prompt in full.
-            sliding_window: tokens after which pages are freed from the left, or None.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.pages = KVCacheManager(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            cache=cache,
-            sliding_window=sliding_window,
-        )
+        self.pages = pages
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark = watermark
-        self.unused_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.unused_slots = list(range(pages.max_num_seqs - 1, -1, -1))
         self._exact = True  # pages.num_free is what the table says, and nothing is in flight
         self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
 
@@ -100,7 +80,7 @@ class Scheduler:
             self._preempt()
             return None
         forks = self._fork()
-        budget = self._max_num_batched_tokens - len(decoding)
+        budget = self.pages.max_num_batched_tokens - len(decoding)
         chunks = self._schedule_running(budget)
         budget -= sum(len(chunk.token_ids) for chunk in chunks)
         num_running = len(self.running)

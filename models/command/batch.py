@@ -20,7 +20,8 @@ import jax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from models.command.prompts import Job, JobMaker
+from models.command.options import say
+from models.command.prompts import Job, JobMaker, parse_line
 from models.decoder import engine_config, engine_model, load_checkpoint
 from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
@@ -63,7 +64,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     if args.chat_template is not None:  # an error even where no prompt has messages
         read_chat_template(args.checkpoint, file=args.chat_template)
 
-    print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
+    say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)
     tokenizer = Tokenizer(args.checkpoint)
     model, _ = engine_model(decoder, max_model_len=args.max_model_len)
@@ -82,7 +83,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
         jobs = []
         for index, (entry, is_object) in enumerate(entries):
             try:
-                jobs.append((maker.of_line if is_object else maker.of_prompt)(index, entry))
+                jobs.append(maker.job(index, parse_line(entry) if is_object else {"prompt": entry}))
             except ValueError as error:
                 output.refuse(index, str(error))
         config = engine_config(model, [(len(job.token_ids), job.params) for job in jobs], **sizes)
@@ -96,7 +97,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
         seconds = time.perf_counter() - start
     summary = _summary(engine.stats(), len(entries), seconds, sum(compile_times), base_seed)
     num_devices, kind = len(places) * places[0].num_devices, jax.devices()[0].device_kind
-    print(f"{summary}; {num_devices} x {kind}", file=sys.stderr)
+    say(f"{summary}; {num_devices} x {kind}")
     return output.all_served
 
 
@@ -179,7 +180,7 @@ def print_defaults(defaults: Mapping[str, Any]) -> None:
     """Report the sampling defaults of the checkpoint, if it has any."""
     if defaults:
         values = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        print(f"defaults of the checkpoint: {values}", file=sys.stderr, flush=True)
+        say(f"defaults of the checkpoint: {values}")
 
 
 def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:

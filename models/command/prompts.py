@@ -67,14 +67,6 @@ class JobMaker:
         self._options, self._base_seed = options, base_seed
         self.defaults = sampling_defaults(args.checkpoint)
 
-    def of_prompt(self, index: int, prompt: str) -> Job:
-        """Return the job of a text."""
-        return self._job(index, {"prompt": prompt})
-
-    def of_line(self, index: int, line: str) -> Job:
-        """Return the job of a JSON object; raise ValueError if it is not valid."""
-        return self._job(index, _parse(line))
-
     @cached_property
     def _template(self) -> ChatTemplate:
         return read_chat_template(self._args.checkpoint, file=self._args.chat_template)
@@ -84,7 +76,8 @@ class JobMaker:
         checkpoint = self._args.checkpoint
         return chat_defaults(checkpoint, self._model, self._tokenizer, self._template)
 
-    def _job(self, index: int, own: dict[str, Any]) -> Job:
+    def job(self, index: int, own: dict[str, Any]) -> Job:
+        """Return the job of the entries of a line, or raise ValueError if they are not valid."""
         prompt, messages = own.pop("prompt", None), own.pop("messages", None)
         priority = own.pop("priority", 0)
         chat = {name: own.pop(name) for name in _CHAT_KEYS if name in own}
@@ -128,7 +121,7 @@ def _checked_variables(variables: Any) -> dict[str, Any]:
     return variables
 
 
-def _parse(line: str) -> dict[str, Any]:
+def parse_line(line: str) -> dict[str, Any]:
     """Return the entries of a JSON object that are not null."""
     try:
         entries = json.loads(line)

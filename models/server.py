@@ -68,24 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address (127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
     add("--served-model-name", metavar="NAME", help="of the model (the checkpoint's folder)")
-    add(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
-    )
-    add(
-        "--allow-priority",
-        action="store_true",
-        default=None,
-        help="requests may have a priority, and so pass others",
-    )
-    add(
-        "--allowed-host",
-        action="append",
-        metavar="NAME",
-        help="that the header Host must have; repeatable (any)",
-    )
+    for name, metavar, text in (
+        ("api-key", "KEY", f"that requests must have (${_API_KEY}, which other users can't list)"),
+        ("allowed-host", "NAME", "that the header Host must have (any)"),
+    ):
+        add(f"--{name}", action="append", metavar=metavar, help=f"{text}; repeatable")
+    text = "requests may have a priority, and so pass others"
+    add("--allow-priority", action="store_true", default=None, help=text)
     add_template_option(server)
     add(
         "--warmup",

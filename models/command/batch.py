@@ -78,7 +78,14 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     bar = tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True)
     with bar, logging_redirect_tqdm():
         output = _Output(bar, as_json=as_json)
-        maker = JobMaker(args, model, tokenizer, room=room, options=options, base_seed=base_seed)
+        maker = JobMaker(
+            args=args,
+            model=model,
+            tokenizer=tokenizer,
+            room=room,
+            options=options,
+            base_seed=base_seed,
+        )
         print_defaults(maker.defaults)
         jobs = []
         for index, (entry, is_object) in enumerate(entries):

@@ -76,8 +76,10 @@ class JobMaker:
         if messages is not None:
             if prompt is not None:
                 raise ValueError("prompt and messages exclude each other")
-            given = self.args.chat_template_kwargs or {}
-            chat["variables"] = given | _checked_variables(chat.pop("chat_template_kwargs", {}))
+            variables = chat.pop("chat_template_kwargs", {})
+            if not isinstance(variables, dict):
+                raise ValueError(f"chat_template_kwargs={variables!r} must be an object")
+            chat["variables"] = (self.args.chat_template_kwargs or {}) | variables
             prompt = self._template.render(messages, **chat)
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
             defaults = self._chat_defaults
@@ -104,12 +106,6 @@ class JobMaker:
 def with_temperature(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of a checkpoint, with a temperature if it has none."""
     return {"temperature": TEMPERATURE, **defaults}
-
-
-def _checked_variables(variables: Any) -> dict[str, Any]:
-    if not isinstance(variables, dict):
-        raise ValueError(f"chat_template_kwargs={variables!r} must be an object")
-    return variables
 
 
 def parse_line(line: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from models.command.batch import given, print_defaults, use_compilation_cache
 from models.command.options import say
 from models.command.prompts import with_temperature
+from models.command.setup import given, prepare, print_defaults
 from models.command.signals import Signals
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template
@@ -39,8 +39,7 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
         ValueError: an option is out of range, or the checkpoint has no chat template.
         NotImplementedError: this device can't run an option.
     """
-    logging.basicConfig(format="%(name)s: %(message)s")
-    use_compilation_cache(args.compilation_cache)
+    prepare(args, level=logging.WARNING)  # answers stand alone
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     SamplingParams(**options)  # errors come before the loading
     config = EngineConfig(**{"max_num_seqs": 1} | sizes)

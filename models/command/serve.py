@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from models.command.batch import given, use_compilation_cache
 from models.command.options import say
+from models.command.setup import given, prepare
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
@@ -34,14 +33,12 @@ def serve(
         OSError: the address can't be used.
     """
     bound = listen(args.host, args.port)  # a port in use is an error before the loading
-    logging.basicConfig(format="%(name)s: %(message)s")
-    logging.getLogger("pallas_paged").setLevel(logging.INFO)
     limits = given(args, ServerConfig)
     name = args.served_model_name or args.checkpoint.resolve().name
     hosts = tuple(args.allowed_host or ())
     config = ServerConfig(**limits, model_name=name, api_keys=api_keys, allowed_hosts=hosts)
     engine_config = EngineConfig(**given(args, EngineConfig))
-    use_compilation_cache(args.compilation_cache)
+    prepare(args)
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     tokenizer = Tokenizer(args.checkpoint)
     say(f"loading {args.checkpoint} ...")

@@ -7,8 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from models.command.options import (
@@ -17,6 +16,7 @@ from models.command.options import (
     add_template_option,
     status_of,
 )
+from models.command.signals import Signals
 
 _API_KEY = "PALLAS_PAGED_API_KEY"
 PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
@@ -34,36 +34,6 @@ exit status:
 """
 
 
-class Signals:
-    """Ends the process at SIGINT or SIGTERM: at once, or while it serves after a shutdown.
-
-    A second signal ends it at once. A SIGINT that the parent has ignored stays ignored. Make it
-    before other threads start, in the main thread.
-    """
-
-    def __init__(self) -> None:
-        """Block the signals, and start a thread that waits for them."""
-        self._stop: Callable[[], object] | None = None
-        signals = {signal.SIGTERM}
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signals.add(signal.SIGINT)
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        threading.Thread(target=self._wait, args=(signals,), daemon=True).start()
-
-    def call(self, stop: Callable[[], object]) -> None:
-        """Call this function at the first signal, from another thread."""
-        self._stop = stop
-
-    def _wait(self, signals: set[signal.Signals]) -> None:
-        while True:
-            number = signal.sigwait(signals)
-            if (stop := self._stop) is None:
-                os._exit(128 + number)
-            self._stop = None
-            print("shutting down ... (again: at once)", file=sys.stderr, flush=True)
-            stop()
-
-
 def run() -> NoReturn:
     """Run the command as a process of its own."""
     raise SystemExit(main())
@@ -78,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{', '.join(missing)} not found: install the extra [models]")
-    signals = Signals()
+    signals = Signals(signal.SIGINT, signal.SIGTERM)
     print("importing JAX ...", file=sys.stderr, flush=True)
     from models.command.serve import serve
 
@@ -98,24 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address (127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
     add("--served-model-name", metavar="NAME", help="of the model (the checkpoint's folder)")
-    add(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
-    )
-    add(
-        "--allow-priority",
-        action="store_true",
-        default=None,
-        help="requests may have a priority, and so pass others",
-    )
-    add(
-        "--allowed-host",
-        action="append",
-        metavar="NAME",
-        help="that the header Host must have; repeatable (any)",
-    )
+    for name, metavar, text in (
+        ("api-key", "KEY", f"that requests must have (${_API_KEY}, which other users can't list)"),
+        ("allowed-host", "NAME", "that the header Host must have (any)"),
+    ):
+        add(f"--{name}", action="append", metavar=metavar, help=f"{text}; repeatable")
+    text = "requests may have a priority, and so pass others"
+    add("--allow-priority", action="store_true", default=None, help=text)
     add_template_option(server)
     add(
         "--warmup",

@@ -42,13 +42,21 @@ def test_imports_make_no_circle(package):
 
 # Lowest first.
 ROOMS = ["checks", "pages", "kernels", "attention", "decoder", "engine", "interop", "server"]
+MODEL_ROOMS = ["files", "text", "decoder", "train", "command", "generate", "server"]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_from_lower_rooms_only(room):
-    higher = {f"pallas_paged.{name}" for name in ROOMS[ROOMS.index(room) + 1 :]}
-    package = ROOT / "pallas_paged"
-    for path in [package / f"{room}.py", *(package / room).rglob("*.py")]:
+@pytest.mark.parametrize(
+    ("package", "rooms", "room"),
+    [
+        (package, rooms, room)
+        for package, rooms in (("pallas_paged", ROOMS), ("models", MODEL_ROOMS))
+        for room in rooms
+    ],
+)
+def test_a_room_imports_from_lower_rooms_only(package, rooms, room):
+    higher = {f"{package}.{name}" for name in rooms[rooms.index(room) + 1 :]}
+    folder = ROOT / package
+    for path in [folder / f"{room}.py", *(folder / room).rglob("*.py")]:
         if path.exists():
             upward = {name for name in imports_of(path) if ".".join(name.split(".")[:2]) in higher}
             assert not upward, path
@@ -118,10 +126,13 @@ def test_fields_of_a_sequence_are_written_by_their_owner_only():
     assert {"slot", "num_computed", "num_pending"} <= written["schedule/scheduler.py"]
 
 
-def test_every_module_of_the_library_is_in_a_room():
-    paths = (ROOT / "pallas_paged").iterdir()
+@pytest.mark.parametrize(
+    ("package", "rooms"), [("pallas_paged", ROOMS), ("models", [*MODEL_ROOMS, "checkpoints"])]
+)
+def test_every_module_is_in_a_room(package, rooms):
+    paths = (ROOT / package).iterdir()
     names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
-    assert names - {"__init__", "__pycache__"} == {*ROOMS}
+    assert names - {"__init__", "__pycache__"} == {*rooms}
 
 
 def test_no_test_module_imports_another_or_conftest():

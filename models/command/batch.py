@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
-import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import jax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from models.command.prompts import Job, JobMaker
+from models.command.options import say
+from models.command.prompts import Job, JobMaker, parse_line
+from models.command.setup import given, prepare, print_defaults
 from models.decoder import engine_config, engine_model, load_checkpoint
 from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
@@ -50,10 +48,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     Raises:
         ValueError: an option is out of range, or the checkpoint is not usable; nothing was served.
     """
-    # The library logs which implementation of attention runs.
-    logging.basicConfig(format="%(name)s: %(message)s")
-    logging.getLogger("pallas_paged").setLevel(logging.INFO)
-    use_compilation_cache(args.compilation_cache)
+    prepare(args)
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options)
@@ -63,7 +58,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     if args.chat_template is not None:  # an error even where no prompt has messages
         read_chat_template(args.checkpoint, file=args.chat_template)
 
-    print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
+    say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)
     tokenizer = Tokenizer(args.checkpoint)
     model, _ = engine_model(decoder, max_model_len=args.max_model_len)
@@ -77,12 +72,19 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     bar = tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True)
     with bar, logging_redirect_tqdm():
         output = _Output(bar, as_json=as_json)
-        maker = JobMaker(args, model, tokenizer, room=room, options=options, base_seed=base_seed)
+        maker = JobMaker(
+            args=args,
+            model=model,
+            tokenizer=tokenizer,
+            room=room,
+            options=options,
+            base_seed=base_seed,
+        )
         print_defaults(maker.defaults)
         jobs = []
         for index, (entry, is_object) in enumerate(entries):
             try:
-                jobs.append((maker.of_line if is_object else maker.of_prompt)(index, entry))
+                jobs.append(maker.job(index, parse_line(entry) if is_object else {"prompt": entry}))
             except ValueError as error:
                 output.refuse(index, str(error))
         config = engine_config(model, [(len(job.token_ids), job.params) for job in jobs], **sizes)
@@ -96,7 +98,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
         seconds = time.perf_counter() - start
     summary = _summary(engine.stats(), len(entries), seconds, sum(compile_times), base_seed)
     num_devices, kind = len(places) * places[0].num_devices, jax.devices()[0].device_kind
-    print(f"{summary}; {num_devices} x {kind}", file=sys.stderr)
+    say(f"{summary}; {num_devices} x {kind}")
     return output.all_served
 
 
@@ -173,45 +175,6 @@ class _Output:
     def _write(self, text: str) -> None:
         self._bar.write(text, end="")  # above the bar, if both are on one terminal
         sys.stdout.flush()
-
-
-def print_defaults(defaults: Mapping[str, Any]) -> None:
-    """Report the sampling defaults of the checkpoint, if it has any."""
-    if defaults:
-        values = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        print(f"defaults of the checkpoint: {values}", file=sys.stderr, flush=True)
-
-
-def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """Return the options that were given and are fields of a dataclass."""
-    values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def use_compilation_cache(folder: str | None) -> None:
-    """Keep compiled programs for the next run: in `folder`, or where JAX is set to, or by default.
-
-    Raises:
-        OSError: `folder` can't be made.
-    """
-    config: Any = jax.config  # whose type lacks its attributes
-    if folder == "off":
-        config.update("jax_enable_compilation_cache", False)
-        return
-    if folder is None and config.jax_compilation_cache_dir is not None:
-        return
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(caches, "pallas_paged") if folder is None else Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        if folder is not None:
-            raise
-        return
-    config.update("jax_compilation_cache_dir", str(path))
-    # Or no program with attention on several devices would be found again (docs/attention.md).
-    config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-    config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @contextmanager

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from models.command.batch import given, print_defaults, use_compilation_cache
-from models.command.ctrl_c import end_on_ctrl_c, raise_on_ctrl_c
+from models.command.options import say
 from models.command.prompts import with_temperature
+from models.command.setup import given, prepare, print_defaults
+from models.command.signals import Signals
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template
 from pallas_paged.engine import (
@@ -27,18 +28,18 @@ from pallas_paged.server import ChatTemplate
 _HELP = "/reset begins a new conversation, /quit or Ctrl-D ends the program, Ctrl-C stops an answer"
 
 
-def chat(args: argparse.Namespace) -> None:
+def chat(args: argparse.Namespace, signals: Signals | None) -> None:
     """Read messages, one a line, and print the answers, until the input ends.
 
     Args:
         args: the parsed options.
+        signals: of a process of its own, whose Ctrl-C now stops an answer; None: leave them.
 
     Raises:
         ValueError: an option is out of range, or the checkpoint has no chat template.
         NotImplementedError: this device can't run an option.
     """
-    logging.basicConfig(format="%(name)s: %(message)s")
-    use_compilation_cache(args.compilation_cache)
+    prepare(args, level=logging.WARNING)  # answers stand alone
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     SamplingParams(**options)  # errors come before the loading
     config = EngineConfig(**{"max_num_seqs": 1} | sizes)
@@ -48,7 +49,7 @@ def chat(args: argparse.Namespace) -> None:
             f"{args.checkpoint} has no chat template, --chat needs one: give --chat-template FILE,"
             " or let --prompt TEXT continue a text"
         )
-    _say(f"loading {args.checkpoint} ...")
+    say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder, max_model_len=args.max_model_len)
@@ -63,9 +64,9 @@ def chat(args: argparse.Namespace) -> None:
         variables=args.chat_template_kwargs,
         system=args.system,
     )
-    _say(f"a context of {engine.max_model_len} tokens; {_HELP}")
+    say(f"a context of {engine.max_model_len} tokens; {_HELP}")
     try:
-        conversation.run()
+        conversation.run(signals)
     except EngineDeadError as error:
         if isinstance(cause := error.__cause__, ValueError | NotImplementedError | MemoryError):
             raise cause from None  # this device can't run the options; anything else is a bug
@@ -93,10 +94,11 @@ class _Conversation:
         self._messages = list(self._beginning)
         self._num_answers = 0
 
-    def run(self) -> None:
+    def run(self, signals: Signals | None) -> None:
         """Answer lines until the input ends."""
         self._engine.start()
-        raise_on_ctrl_c()
+        if signals is not None:
+            signals.release()
         try:
             while (line := _read_line()) is not None:
                 command = line.strip()
@@ -104,16 +106,17 @@ class _Conversation:
                     break
                 if command == "/reset":
                     self._messages = list(self._beginning)
-                    _say("a new conversation")
+                    say("a new conversation")
                 elif command.startswith("/") and command[1:].isalpha():
-                    _say(f"unknown command {command}; {_HELP}")
+                    say(f"unknown command {command}; {_HELP}")
                 elif command:
                     with contextlib.suppress(KeyboardInterrupt):
                         self._answer(line)
-            end_on_ctrl_c()
+            if signals is not None:  # an exception could hit functions that run at the exit
+                signals.end_at_once()
             stats = asyncio.run(self._engine.stats())
             if self._num_answers:
-                _say(
+                say(
                     f"{self._num_answers} answers; time to first token p50 {stats.ttft_p50:.3f} s,"
                     f" per token {1e3 * stats.tpot_p50:.1f} ms; prefix cache hit rate"
                     f" {stats.cache_hit_rate:.1%}"
@@ -128,12 +131,12 @@ class _Conversation:
         try:
             prompt = self._template.render(messages, variables=self._variables)
         except ValueError as error:
-            _say(f"error: {error}")
+            say(f"error: {error}")
             return
         token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         room = self._max_model_len - len(token_ids)
         if room < 1:
-            _say(
+            say(
                 f"error: the conversation has {len(token_ids)} tokens, and the context"
                 f" {self._max_model_len}: /reset begins a new one"
             )
@@ -141,19 +144,19 @@ class _Conversation:
         most = self._options.get("max_tokens", room)
         params = SamplingParams(**{**self._options, "max_tokens": min(most, room)})
         if not self._num_answers:
-            _say("compiling and generating ...")
+            say("compiling and generating ...")
         self._num_answers += 1
         answer, reason, failure = self._print_answer(token_ids, params)
         if answer:
             self._messages = [*messages, {"role": "assistant", "content": answer}]
         if failure is not None:
-            _say(f"error: {failure}")
+            say(f"error: {failure}")
         elif reason == "length" and most >= room:
-            _say(f"the context of {self._max_model_len} tokens is full: /reset begins a new one")
+            say(f"the context of {self._max_model_len} tokens is full: /reset begins a new one")
         elif reason == "length":
-            _say(f"stopped after --max-tokens {most}")
+            say(f"stopped after --max-tokens {most}")
         elif reason is None:
-            _say("stopped")
+            say("stopped")
 
     def _print_answer(
         self, token_ids: list[int], params: SamplingParams
@@ -192,8 +195,4 @@ def _read_line() -> str | None:
             print()
             return None
         except KeyboardInterrupt:
-            _say(f"\n{_HELP}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+            say(f"\n{_HELP}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from models.command.ctrl_c import exit_on_ctrl_c
 from models.command.options import (
     add_engine_options,
     add_model_options,
@@ -18,6 +18,7 @@ from models.command.options import (
     add_template_option,
     status_of,
 )
+from models.command.signals import Signals
 
 # Options that are fields of `SamplingParams`: name, type, help.
 _SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -67,18 +68,17 @@ exit status:
 
 def run() -> NoReturn:
     """Run the command as a process of its own, which Ctrl-C ends at once."""
-    exit_on_ctrl_c()
-    raise SystemExit(main())
+    raise SystemExit(main(signals=Signals(signal.SIGINT)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, signals: Signals | None = None) -> int:
     """Run the command and return its exit status; errors of its user are one line on stderr."""
     if sys.stderr is None:  # closed: without this, messages would go to the standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    return status_of(lambda: _run(argv))
+    return status_of(lambda: _run(argv, signals))
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, signals: Signals | None) -> int:
     args = _parser().parse_args(argv)
     if sys.stdout is None:
         raise ValueError("the standard output is closed")
@@ -87,7 +87,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if args.chat:
         from models.command.chat import chat
 
-        chat(args)
+        chat(args, signals)
         return 0
     from models.command.batch import serve
 

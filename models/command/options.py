@@ -26,6 +26,11 @@ _ENGINE_OPTIONS = (  # fields of `EngineConfig`
 )
 
 
+def say(text: str) -> None:
+    """Print a line for the user, who may read the standard output elsewhere."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def status_of(work: Callable[[], int]) -> int:
     """Return the exit status of a command; errors of its user are one line on stderr."""
     try:

@@ -35,56 +35,40 @@ class Job:
     priority: int
 
 
+@dataclass(kw_only=True)
 class JobMaker:
     """Makes jobs; options override the sampling defaults of the checkpoint, and lines the options.
 
     Attributes:
-        defaults: of sampling, from the checkpoint.
+        args, model, tokenizer: parsed options, and what they name.
+        room: most tokens of a sequence; without max_tokens a completion ends there.
+        options: those that are fields of `SamplingParams`, without the seed.
+        base_seed: of the first prompt.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        model: Model,
-        tokenizer: Tokenizer,
-        *,
-        room: int,
-        options: Mapping[str, Any],
-        base_seed: int,
-    ):
-        """Take the options of the command.
+    args: argparse.Namespace
+    model: Model
+    tokenizer: Tokenizer
+    room: int
+    options: Mapping[str, Any]
+    base_seed: int
 
-        Args:
-            args, model, tokenizer: parsed options, and what they name.
-            room: most tokens of a sequence; without max_tokens a completion ends there.
-            options: those that are fields of `SamplingParams`, without the seed.
-            base_seed: of the first prompt.
-
-        Raises:
-            ValueError: the checkpoint's generation_config.json is damaged.
-        """
-        self._args, self._model, self._tokenizer, self._room = args, model, tokenizer, room
-        self._options, self._base_seed = options, base_seed
-        self.defaults = sampling_defaults(args.checkpoint)
-
-    def of_prompt(self, index: int, prompt: str) -> Job:
-        """Return the job of a text."""
-        return self._job(index, {"prompt": prompt})
-
-    def of_line(self, index: int, line: str) -> Job:
-        """Return the job of a JSON object; raise ValueError if it is not valid."""
-        return self._job(index, _parse(line))
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Of sampling, from the checkpoint; ValueError if its generation_config.json is damaged."""
+        return sampling_defaults(self.args.checkpoint)
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return read_chat_template(self._args.checkpoint, file=self._args.chat_template)
+        return read_chat_template(self.args.checkpoint, file=self.args.chat_template)
 
     @cached_property
     def _chat_defaults(self) -> dict[str, Any]:
-        checkpoint = self._args.checkpoint
-        return chat_defaults(checkpoint, self._model, self._tokenizer, self._template)
+        checkpoint = self.args.checkpoint
+        return chat_defaults(checkpoint, self.model, self.tokenizer, self._template)
 
-    def _job(self, index: int, own: dict[str, Any]) -> Job:
+    def job(self, index: int, own: dict[str, Any]) -> Job:
+        """Return the job of the entries of a line, or raise ValueError if they are not valid."""
         prompt, messages = own.pop("prompt", None), own.pop("messages", None)
         priority = own.pop("priority", 0)
         chat = {name: own.pop(name) for name in _CHAT_KEYS if name in own}
@@ -92,25 +76,27 @@ class JobMaker:
         if messages is not None:
             if prompt is not None:
                 raise ValueError("prompt and messages exclude each other")
-            given = self._args.chat_template_kwargs or {}
-            chat["variables"] = given | _checked_variables(chat.pop("chat_template_kwargs", {}))
+            variables = chat.pop("chat_template_kwargs", {})
+            if not isinstance(variables, dict):
+                raise ValueError(f"chat_template_kwargs={variables!r} must be an object")
+            chat["variables"] = (self.args.chat_template_kwargs or {}) | variables
             prompt = self._template.render(messages, **chat)
-            token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
             defaults = self._chat_defaults
         elif chat:
             raise ValueError(f"{next(iter(chat))} needs messages")
         elif isinstance(prompt, str):
             if any("\ud800" <= character <= "\udfff" for character in prompt):
                 raise ValueError("the prompt must be valid UTF-8")
-            token_ids = self._tokenizer.encode(prompt)
+            token_ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, list):
             token_ids = prompt
         else:
             raise ValueError(f"{prompt=} must be a text or a list of token ids")
-        options = {"seed": (self._base_seed + index) % 2**32} | dict(self._options) | own
+        options = {"seed": (self.base_seed + index) % 2**32} | dict(self.options) | own
         if options.get("beam_width"):  # beams draw nothing, and can't have stop texts
             defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
-        max_tokens = max(1, min(MAX_TOKENS, self._room - len(token_ids)))
+        max_tokens = max(1, min(MAX_TOKENS, self.room - len(token_ids)))
         params = SamplingParams(**{"max_tokens": max_tokens} | with_temperature(defaults) | options)
         return Job(
             index=index, prompt=prompt, token_ids=token_ids, params=params, priority=priority
@@ -122,13 +108,7 @@ def with_temperature(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": TEMPERATURE, **defaults}
 
 
-def _checked_variables(variables: Any) -> dict[str, Any]:
-    if not isinstance(variables, dict):
-        raise ValueError(f"chat_template_kwargs={variables!r} must be an object")
-    return variables
-
-
-def _parse(line: str) -> dict[str, Any]:
+def parse_line(line: str) -> dict[str, Any]:
     """Return the entries of a JSON object that are not null."""
     try:
         entries = json.loads(line)

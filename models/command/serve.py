@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from models.command.batch import given, use_compilation_cache
+from models.command.options import say
+from models.command.setup import given, prepare
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
@@ -20,31 +19,29 @@ from pallas_paged.server.service import ServerConfig, Service
 def serve(
     args: argparse.Namespace,
     api_keys: tuple[str, ...],
-    on_signal: Callable[[Callable[[], object]], object],
+    on_signal: Callable[[Callable[[int], object]], object],
 ) -> None:
     """Load the model, compile its steps, and serve until a signal.
 
     Args:
         args: parsed options.
         api_keys: of which requests must have one; empty: none.
-        on_signal: takes the function to call at the first signal.
+        on_signal: takes the function to call with the first signal.
 
     Raises:
         ValueError: an option is out of range, or the checkpoint is not usable.
         OSError: the address can't be used.
     """
     bound = listen(args.host, args.port)  # a port in use is an error before the loading
-    logging.basicConfig(format="%(name)s: %(message)s")
-    logging.getLogger("pallas_paged").setLevel(logging.INFO)
     limits = given(args, ServerConfig)
     limits.setdefault("served_model_name", args.checkpoint.resolve().name)
     hosts = tuple(args.allowed_host or ())
     config = ServerConfig(**limits, api_keys=api_keys, allowed_hosts=hosts)
     engine_config = EngineConfig(**given(args, EngineConfig))
-    use_compilation_cache(args.compilation_cache)
+    prepare(args)
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     tokenizer = Tokenizer(args.checkpoint)
-    _say(f"loading {args.checkpoint} ...")
+    say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     model, weights = engine_model(decoder, max_model_len=engine_config.max_model_len)
     engine = Engine(model, weights, config=engine_config, tokenizer=tokenizer)
@@ -62,14 +59,10 @@ def serve(
 
 def _warm_up(engine: Engine, defaults: dict[str, Any] | None) -> None:
     """Compile what requests with these parameters need, and greedy ones; None: any."""
-    _say("compiling ...")
+    say("compiling ...")
     start = time.perf_counter()
     params = None
     if defaults is not None:
         params = [SamplingParams(**defaults), SamplingParams(temperature=0.0)]
     engine.warmup(params, progress=True)
-    _say(f"compiled {engine.stats().compilations} programs in {time.perf_counter() - start:.0f} s")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(f"compiled {engine.stats().compilations} programs in {time.perf_counter() - start:.0f} s")

@@ -268,7 +268,7 @@ def run(
     bound: socket.socket,
     *,
     access_log: bool = False,
-    on_signal: Callable[[Callable[[], object]], object] | None = None,
+    on_signal: Callable[[Callable[[int], object]], object] | None = None,
 ) -> None:
     """Serve until a signal, and return when the last request has ended.
 
@@ -276,8 +276,8 @@ def run(
         service: what to serve; its engine is started and shut down.
         bound: the socket.
         access_log: as in `serve`.
-        on_signal: takes the function to call at the first signal, in any thread. None: signals get
-            handlers of the event loop, if this is the main thread.
+        on_signal: takes the function to call with the first signal, in any thread. None: signals
+            get handlers of the event loop, if this is the main thread.
     """
     server, ready = Server(service, access_log=access_log), ready_line(service, bound)
     prepare_process()
@@ -285,7 +285,7 @@ def run(
     async def serve_until_stopped() -> None:
         loop = asyncio.get_running_loop()
         if on_signal is not None:
-            on_signal(lambda: loop.call_soon_threadsafe(server.stop))
+            on_signal(lambda n: loop.call_soon_threadsafe(server.stop_or_exit, n))
         elif threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as with `command &`

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from models.command import batch, main
+from models.command import batch, main, setup
 from tests.support.commands import ROOT, start_command
 
 
@@ -178,8 +178,8 @@ def test_compiled_programs_are_kept_in_the_folder_of_the_user(
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     updates = {}
     config = SimpleNamespace(jax_compilation_cache_dir=set_before, update=updates.__setitem__)
-    monkeypatch.setattr(batch.jax, "config", config)
-    batch.use_compilation_cache(option)
+    monkeypatch.setattr(setup.jax, "config", config)
+    setup.use_compilation_cache(option)
     if folder := expected.get("jax_compilation_cache_dir"):
         assert (tmp_path / folder).is_dir()
         expected |= {"jax_persistent_cache_min_compile_time_secs": 0}
@@ -190,7 +190,7 @@ def test_compiled_programs_are_kept_in_the_folder_of_the_user(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", "file")
     monkeypatch.setattr(config, "jax_compilation_cache_dir", None)
-    batch.use_compilation_cache(None)
+    setup.use_compilation_cache(None)
     assert updates == expected
     with pytest.raises(OSError, match="Not a directory"):
-        batch.use_compilation_cache("file/folder")
+        setup.use_compilation_cache("file/folder")

@@ -1,0 +1,61 @@
+"""What the commands do around the loading of a checkpoint: logs, options, compiled programs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models.command.options import say
+
+
+def prepare(args: argparse.Namespace, *, level: int = logging.INFO) -> None:
+    """Show the library's log, which says how attention runs, and keep compiled programs."""
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("pallas_paged").setLevel(level)
+    use_compilation_cache(args.compilation_cache)
+
+
+def print_defaults(defaults: Mapping[str, Any]) -> None:
+    """Report the sampling defaults of the checkpoint, if it has any."""
+    if defaults:
+        values = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        say(f"defaults of the checkpoint: {values}")
+
+
+def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """Return the options that were given and are fields of a dataclass."""
+    values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs for the next run: in `folder`, or where JAX is set to, or by default.
+
+    Raises:
+        OSError: `folder` can't be made.
+    """
+    config: Any = jax.config  # whose type lacks its attributes
+    if folder == "off":
+        config.update("jax_enable_compilation_cache", False)
+        return
+    if folder is None and config.jax_compilation_cache_dir is not None:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(caches, "pallas_paged") if folder is None else Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        if folder is not None:
+            raise
+        return
+    config.update("jax_compilation_cache_dir", str(path))
+    # Or no program with attention on several devices would be found again (docs/attention.md).
+    config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    config.update("jax_persistent_cache_min_compile_time_secs", 0)

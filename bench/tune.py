@@ -154,7 +154,6 @@ def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
         "max_kv_len": shape.pages_per_seq * shape.page_size,
         "num_seqs": len(shape.seq_lens),
         "itemsize": shape.itemsize,
-        "q_itemsize": 2,
     }
     if kernel.ragged:
         sizes |= {"num_tokens": sum(shape.q_lens), "expected_seqs": len(shape.seq_lens)}

@@ -193,7 +193,6 @@ class Call:
             "max_kv_len": max_kv_len,
             "num_seqs": num_seqs,
             "itemsize": self.kv_dtype.itemsize,
-            "q_itemsize": self.dtype.itemsize,
         }
         if self.kernel == "decode":
             return sizes | {"page_size": self.page_size}

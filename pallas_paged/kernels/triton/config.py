@@ -91,7 +91,6 @@ def decode_config(
     num_seqs: int,
     itemsize: int,
     num_sms: int,
-    **_: int,
 ) -> DecodeConfig:
     """Return the heuristic config of a decode call, from static shapes only.
 
@@ -103,7 +102,6 @@ def decode_config(
         num_seqs: rows of the batch.
         itemsize: bytes per element of K and V.
         num_sms: streaming multiprocessors of the device.
-        _: sizes that other heuristics need.
     """
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
@@ -178,7 +176,6 @@ def ragged_config(
     max_kv_len: int,
     num_seqs: int,
     itemsize: int,
-    q_itemsize: int,
     num_sms: int,
     **_: int,
 ) -> RaggedConfig:
@@ -188,7 +185,6 @@ def ragged_config(
         num_tokens: packed query tokens.
         num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms: as in
             `decode_config`.
-        q_itemsize: bytes per element of the queries.
         _: sizes that other heuristics need.
     """
     group = num_q_heads // num_kv_heads
@@ -202,13 +198,8 @@ def ragged_config(
     if few_tiles and padded <= 128 and max_kv_len * num_seqs <= 2 * num_tokens:
         block_q = 64
     block_k = min(max(16384 // (padded * max(itemsize, 2)), 16), 64)
-    if q_itemsize == 4:
-        # f32 products run without the matrix unit, unrolled: with tiles of 128 x 64 and head_dim 80
-        # ptxas takes two minutes and spills 200 KB; with those of 32 x 16, seconds and 28 bytes.
-        block_q, block_k = min(block_q, 32 if padded <= 256 else 16), 16
     if block_q < 64:  # bound by memory, as decoding is
-        per_warp = 4096 if q_itemsize < 4 else 1024
-        num_warps, programs_per_sm = min(max(2, block_q * padded // per_warp), 8), 3
+        num_warps, programs_per_sm = max(2, block_q * padded // 4096), 3
         num_stages = 3 if itemsize == 1 else 2
     else:
         # Measured on an H200, 2026-11: 4 warps with 128 x 128 f32 of accumulators each leave an SM

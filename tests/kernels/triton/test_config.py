@@ -19,7 +19,7 @@ from tests.support.static_calls import PREFILL
 
 SIZES = dict(
     num_q_heads=32, num_kv_heads=8, head_dim=128, max_kv_len=4096, num_seqs=64, itemsize=2,
-    q_itemsize=2, num_sms=132,
+    num_sms=132,
 )  # fmt: skip
 
 
@@ -78,14 +78,6 @@ def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_
     assert ragged_config(**SIZES | sizes).block_q == block_q
 
 
-@pytest.mark.parametrize("itemsize", [1, 4])
-def test_f32_queries_get_tiles_that_the_compiler_can_unroll(itemsize):
-    sizes = dict(num_tokens=4096, itemsize=itemsize, q_itemsize=4)
-    config = ragged_config(**SIZES | sizes)
-    assert (config.block_q, config.block_k) == (32, 16)
-    assert ragged_config(**SIZES | sizes | dict(head_dim=512)).block_q == 16
-
-
 @pytest.mark.parametrize(
     ("change", "block_k"),
     [
@@ -124,8 +116,7 @@ def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs):
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "block_q"),
     [
-        ("9.0", jnp.float32, 256, 32),
-        ("8.0", jnp.float32, 256, 32),
+        ("9.0", jnp.bfloat16, 256, 128),
         ("8.6", jnp.bfloat16, 256, 64),
         ("8.9", jnp.bfloat16, 256, 64),
         ("12.0", jnp.bfloat16, 128, 128),
@@ -138,6 +129,15 @@ def test_tiles_of_queries_fit_into_the_shared_memory_of_the_device(
     types = dict(dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(dtype))
     call = dataclasses.replace(PREFILL, device=device, head_dim=head_dim, **types)
     assert FAMILIES["triton"].bind(call).keywords["config"].block_q == block_q
+
+
+@pytest.mark.parametrize(("head_dim", "block_q", "num_warps"), [(80, 32, 4), (512, 16, 8)])
+@pytest.mark.parametrize("kv_dtype", [jnp.int8, jnp.float32])
+def test_f32_queries_get_tiles_that_the_compiler_can_unroll(kv_dtype, head_dim, block_q, num_warps):
+    types = dict(dtype=jnp.dtype(jnp.float32), kv_dtype=jnp.dtype(kv_dtype))
+    call = dataclasses.replace(PREFILL, device=A100, head_dim=head_dim, **types)
+    config = FAMILIES["triton"].bind(call).keywords["config"]
+    assert (config.block_q, config.block_k, config.num_warps) == (block_q, 16, num_warps)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256, 512])

@@ -33,6 +33,8 @@ from pallas_paged.pages.table import (
     truncate,
 )
 
+__version__: str
+"""Version of the installed package."""
 try:
     __version__ = version("pallas-paged")
 except PackageNotFoundError:  # a checkout on sys.path that is not installed

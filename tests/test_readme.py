@@ -44,6 +44,10 @@ def names(monkeypatch):
     return vars(module)
 
 
+def test_example_of_the_first_page_prints_the_stated_shapes(names, capsys):
+    assert run_examples(text_of("docs/index.md"), names, capsys) == 1
+
+
 @pytest.mark.cpu_budget(9)  # all functions, one program each
 def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
     assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 2

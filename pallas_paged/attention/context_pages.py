@@ -34,7 +34,8 @@ from pallas_paged.pages.scatter import set_pages, take_pages
 from pallas_paged.pages.sharding import TENSOR_AXIS
 from pallas_paged.pages.table import PageCopies
 
-CONTEXT_AXIS = "context"  # the mesh axis that shards pages
+CONTEXT_AXIS = "context"
+"""The mesh axis that shards pages."""
 
 
 @jax.tree_util.register_dataclass

@@ -16,6 +16,7 @@ from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 
 Implementation = Literal["triton", "mosaic_sm90", "mosaic_sm80", "xla"]
+"""Families of kernels; `AttentionOptions.implementation` has what they are."""
 
 _CAPS = (1e-30, 1e36)  # logits are divided by it, and the quotients must be normal float32
 _SPLIT_MULTIPLE = 64  # every kernel has a block size that divides it

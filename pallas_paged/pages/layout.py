@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 KVLayout = Literal["NHD", "HND", "HPND", "2NHD", "NH2D"]
+"""Orders of axes: P pages, N tokens of a page, H KV heads, 2 for K and V, D elements of a head."""
 K, V = 0, 1  # places on axis "2"
 
 AXIS_NAMES = {

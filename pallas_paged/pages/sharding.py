@@ -16,7 +16,8 @@ from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
 
 __all__ = ["TENSOR_AXIS", "kv_head_repeats", "kv_pool_sharding", "page_table_sharding"]
 
-TENSOR_AXIS = "tensor"  # the mesh axis that shards heads
+TENSOR_AXIS = "tensor"
+"""The mesh axis that shards heads."""
 
 
 def kv_pool_sharding(

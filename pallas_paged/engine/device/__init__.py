@@ -1,0 +1,1 @@
+"""The state of the engine on the devices, and the jitted calls on it."""

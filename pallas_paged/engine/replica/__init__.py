@@ -1,0 +1,1 @@
+"""Devices that compute together, and all replicas as one."""

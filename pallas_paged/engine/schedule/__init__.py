@@ -1,0 +1,1 @@
+"""Which sequences run in the next call, and on which pages; no JAX."""

@@ -1,6 +1,6 @@
 """Parallel sampling with Equinox: sequences fork and share their pages.
 
-Run `python -m examples.equinox_layer`.
+Run `python examples/equinox_layer.py`.
 """
 
 from __future__ import annotations

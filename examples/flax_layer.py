@@ -1,4 +1,4 @@
-"""A Flax NNX model that decodes with a `PagedKVCache`: run `python -m examples.flax_layer`."""
+"""A Flax NNX model that decodes with a `PagedKVCache`: run `python examples/flax_layer.py`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,26 @@
-"""The programs of `examples/` run in their own size, and do what their pages say."""
+"""The programs of `examples/` run in a small size, and do what their pages say."""
+
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_readme_names_each_example_and_none_is_longer_than_100_lines():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    paths = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")]
+    assert {f"examples/{path.name}" for path in paths} == {
+        *re.findall(r"examples/\w+\.\w+", readme)
+    }
+    for path in paths:
+        if path.suffix == ".py":
+            source = path.read_text(encoding="utf-8")
+            assert f"python examples/{path.name}" in source and len(source.splitlines()) <= 100
 
 
 def greedy(model, tokens, num_new, num_heads=4, num_kv_heads=2):
@@ -40,3 +57,108 @@ def test_the_equinox_samples_share_the_pages_of_their_prefix(capsys):
     assert capsys.readouterr().out == "three samples of 16 tokens in 4 pages\n"
     assert texts.shape == (3, 16) and (texts >= 0).all()
     assert (texts[:, :10] == texts[0, :10]).all() and len({tuple(x) for x in texts.tolist()}) == 3
+
+
+def greedy_of_weights(weights, tokens, num_new, num_heads=4, num_kv_heads=2):
+    """Tokens of a model of attention alone, by NumPy, from a dict of its weights."""
+    weights = {name: np.asarray(x) for name, x in weights.items()}
+    for _ in range(num_new):
+        x = weights["embed"][tokens]
+        for qkv, out in zip(weights["qkv"], weights["out"], strict=True):
+            heads = (x @ qkv).reshape(len(x), num_heads + 2 * num_kv_heads, -1)
+            q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads), axis=1)
+            k, v = (np.repeat(y, num_heads // num_kv_heads, axis=1) for y in (k, v))
+            logits = np.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+            logits = np.where(np.tri(len(x), dtype=bool), logits, -np.inf)
+            weighted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            weighted /= weighted.sum(axis=-1, keepdims=True)
+            x = x + np.einsum("hqk,khd->qhd", weighted, v).reshape(x.shape) @ out
+        tokens = [*tokens, int((x[-1] @ weights["head"]).argmax())]
+    return tokens[-num_new:]
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.cpu_budget(4)
+def test_the_decode_loop_ends_at_the_end_token_and_where_pages_are_lacking(capsys):
+    from examples import decode_loop
+
+    found = decode_loop.main(max_tokens=30, num_pages=10)
+    assert "of 10 pages are free" in capsys.readouterr().out
+    weights = decode_loop.init()
+    for prompt, text in zip(([3, 1, 4, 1], [5, 9, 2], [6, 5, 3, 5, 8], [9]), found, strict=True):
+        assert text == greedy_of_weights(weights, prompt, len(text))
+        assert decode_loop.END not in text[:-1]
+    ends = [text[-1] == decode_loop.END for text in found]
+    assert any(ends)
+    # A row that got no page has filled those it had, all but the token that it chose last.
+    assert any(not end and len(text) < 30 for end, text in zip(ends, found, strict=True))
+
+
+@pytest.mark.cpu_budget(4)
+def test_the_prefix_example_shares_three_pages_of_three_sequences():
+    from examples import prefix_sharing
+
+    # Three full pages for all, and of each sequence one that is its own; or four for each of three.
+    assert prefix_sharing.main() == (6, 12)
+
+
+@pytest.mark.cpu_budget(4)
+def test_speculation_has_the_greedy_tokens_in_fewer_calls():
+    from examples import speculation
+
+    found, calls = speculation.main(num_tokens=30)
+    assert calls < 29
+    weights = speculation.init()
+    for text in found:
+        assert text[1:] == greedy_of_weights(weights, text[:1], 29)
+
+
+@pytest.mark.cpu_budget(9)  # an engine, and a step of training
+def test_rounds_of_reinforcement_learning_raise_the_reward():
+    from examples import rl_round
+
+    means = rl_round.main()
+    assert means[-1] > means[0] + 0.1
+
+
+@pytest.mark.cpu_budget(6)  # an engine
+def test_the_served_model_answers_a_chat(monkeypatch):
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    from examples import serve_own_model
+    from pallas_paged.server import create_app
+
+    answers = []
+
+    def serve(*args, port, **options):  # the app of `serve`, without a socket
+        with TestClient(create_app(*args, **options)) as client:
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+            chat |= {"model": "own", "temperature": 0, "return_token_ids": True}
+            answers.append(client.post("/v1/chat/completions", json=chat).json())
+
+    monkeypatch.setattr(serve_own_model, "serve", serve)
+    serve_own_model.main()
+    (answer,) = answers[0]["choices"]
+    prompt, weights = list(b"user: Hi\nassistant: "), serve_own_model.Model().init()
+    assert answer["token_ids"] == greedy_of_weights(weights, prompt, 8)
+    assert answer["message"]["content"] == serve_own_model.Bytes().decode(answer["token_ids"])
+
+
+@pytest.mark.cpu_budget(5)  # a program for one device and one for all
+def test_each_device_has_its_part_of_the_pages():
+    from examples import several_gpus
+
+    number, on_one, on_each = several_gpus.main(num_steps=2)
+    assert number == min(8, 2 ** (len(jax.devices()).bit_length() - 1))
+    assert on_each == on_one // number
+
+
+@pytest.mark.cpu_budget(5)  # a program for each dtype
+def test_int8_pages_take_half_the_memory_and_round_more():
+    from examples import int8_kv
+
+    found = int8_kv.main(length=64)
+    sizes, errors = zip(*(found[dtype] for dtype in ("float32", "bfloat16", "int8")), strict=True)
+    assert sizes == (2048, 1024, 528)  # of a token: 2 heads of 128 for K and for V; 4 scales
+    assert 0 == errors[0] < errors[1] < errors[2] < 0.02

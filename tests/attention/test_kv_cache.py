@@ -126,6 +126,12 @@ def test_it_is_a_carry_of_loops():
     assert (jax.jit(until)(create()).seq_lens == 5).all()
 
 
+def test_weakly_typed_counts_leave_the_types_of_the_cache_alone():
+    cache = create()
+    extended, _ = cache.extend(jnp.full(B, 2))
+    assert jax.typeof(extended.num_new_tokens) == jax.typeof(cache.num_new_tokens)
+
+
 def test_on_a_mesh_heads_are_sharded_and_the_table_is_replicated():
     sharding = kv_pool_sharding(mesh(2))
     cache, texts = create(sharding=sharding), Texts()

@@ -13,7 +13,7 @@ import pallas_paged
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
 
-_EXTRAS = {"server": ("uvicorn", "starlette", "httptools", "prometheus_client")}
+_SERVER = ("uvicorn", "starlette", "httptools", "prometheus_client")
 
 
 def lines() -> Iterator[str]:
@@ -44,9 +44,8 @@ def _advice(here: Device) -> Iterator[str]:
         yield 'With an NVIDIA GPU: pip install "pallas-paged[cuda13]"; cuda12 for an older driver'
     elif here.is_hopper and (reason := FAMILIES["mosaic_sm90"].why_not_jax()):
         yield f"The fastest kernels for this GPU lack something: mosaic_sm90 {reason}"
-    for extra, packages in _EXTRAS.items():
-        if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-            yield f'{extra}: {", ".join(missing)} not found: pip install "pallas-paged[{extra}]"'
+    if missing := [name for name in _SERVER if importlib.util.find_spec(name) is None]:
+        yield f'server: {", ".join(missing)} not found: pip install "pallas-paged[server]"'
 
 
 if __name__ == "__main__":

@@ -114,10 +114,8 @@ class PagedKVCache:
             keeps its tokens.
         """
         wanted = as_array("num_new_tokens", num_new_tokens)
-        if wanted.dtype in (
-            jnp.bool,
-            jnp.int32,
-        ):  # without a weak type: a jitted loop keeps its types
+        if wanted.dtype in (jnp.bool, jnp.int32):
+            # Not weakly typed: a jitted step would compile again for the other type of its result.
             wanted = jnp.asarray(wanted, jnp.int32)
         table, ok = page_table.extend(self.table, wanted, max_new_tokens=max_new_tokens)
         return replace(self, table=table, num_new_tokens=jnp.where(ok, wanted, 0)), ok

@@ -55,7 +55,7 @@ class Engine:
             model, params: the model and its weights, a pytree of arrays.
             config: sizes; None takes the defaults.
             tokenizer: for prompts, outputs and stop strings as texts; None works with token ids.
-            devices: those to use, of which replica r takes `tensor_parallel_size` from
+            devices: those to use. Replica r takes `tensor_parallel_size` devices from index
                 `r * tensor_parallel_size` on. None takes JAX's default device if one is enough,
                 else the first of this process or, if these are too few, of all processes.
 

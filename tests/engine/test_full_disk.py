@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import ROOT
 
-# Files may have so many bytes: a write beyond that fails as on a full disk, after a part of it.
+# Most bytes of a file: a write beyond that fails as on a full disk, after a part of it.
 SERVE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)

@@ -133,7 +133,7 @@ class Storm:
     """Requests that come, end, are aborted and preempted at random; `counts` has how many."""
 
     def __init__(self, seed: int, *, caching: bool = True, window: int | None = None, checks: int):
-        """Prepare; invariants of all pages are checked once in so many `checks` steps."""
+        """Prepare; invariants of all pages are checked in every step that `checks` divides."""
         self.random = random.Random(seed)
         self.num_slots, self.budget, self.checks, self.window = 32, 96, checks, window
         num_pages = 110 if window is None else 75

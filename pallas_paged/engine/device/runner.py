@@ -94,9 +94,8 @@ class ModelRunner:
         self._fork([])
         self._set_slots([], [])
         if any(mode.penalties for mode in modes):
-            self._count_tokens(
-                self.executor.config.max_num_seqs, [0], []
-            )  # a slot that is not there
+            no_slot = self.executor.config.max_num_seqs
+            self._count_tokens(no_slot, [0], [])
         self.executor.wait()
 
     def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:

@@ -44,7 +44,7 @@ class Scheduler:
         """Start with all pages free.
 
         Args:
-            pages: of the table, none of which is taken.
+            pages: of the table, all free.
             watermark: pages that must be left over when a sequence starts beside others.
         """
         self.waiting: deque[Sequence] = deque()

@@ -17,11 +17,13 @@ import jax
 from jax.experimental import pallas as pl
 
 import pallas_paged as pp
-from bench import cli, kv_dtypes, peers, prefill_shapes, shapes, timing
-from bench.measure import Variant, measure_all, reason
-from bench.options import PLAIN
-from bench.report import reasons, table
-from bench.shapes import Case, Shape, make_case, select_shapes
+from bench.decode import peers
+from bench.measuring import cli, kv_dtypes, shapes, timing
+from bench.measuring.measure import Variant, measure_all, reason
+from bench.measuring.options import PLAIN
+from bench.measuring.report import reasons, table
+from bench.measuring.shapes import Case, Shape, make_case, select_shapes
+from bench.prefill import shapes as prefill_shapes
 from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
 from pallas_paged.kernels.mosaic_sm90 import config as sm90_config
 from pallas_paged.kernels.mosaic_sm90 import support

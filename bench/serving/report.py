@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import timing
-from bench.report import number, ratio, table
-from bench.serving.step import kernel_table, step_table
+from bench.measuring import timing
+from bench.measuring.report import number, ratio, table
+from bench.steps.step import kernel_table, step_table
 
 NAMES = {
     "engine": "engine",

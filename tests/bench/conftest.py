@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import shapes, timing
+from bench.measuring import shapes, timing
 
 
 @pytest.fixture(scope="module")

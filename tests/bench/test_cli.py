@@ -2,17 +2,13 @@
 
 import pytest
 
-from bench import (
-    decode,
-    decode_step,
-    long_prompt,
-    offline,
-    parallel_programs,
-    quality,
-    trainer,
-    tune,
-)
-from bench.serving import cli as serving
+from bench import tune
+from bench.decode import __main__ as decode
+from bench.parallel import programs as parallel_programs
+from bench.serving import __main__ as serving
+from bench.serving import long_prompt, quality, trainer
+from bench.serving import start as offline
+from bench.steps import __main__ as decode_step
 
 TINY = "--shape tiny"
 BAD = [

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from bench import cascade, measure, peers, report, timing
-from bench.kv_dtypes import with_dtype
-from bench.measure import Variant
-from bench.shapes import TINY, make_case
+from bench.decode import cascade, peers
+from bench.measuring import measure, report, timing
+from bench.measuring.kv_dtypes import with_dtype
+from bench.measuring.measure import Variant
+from bench.measuring.shapes import TINY, make_case
 from tests.bench.fakes import FAILED, WRONG, ok
 from tests.support import raw
 

@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode_report, decode_step, kv_dtypes, peers_torch, prefill_report, quality
-from bench.serving import gap
+from bench.decode import report as decode_report
+from bench.measuring import kv_dtypes
+from bench.peers import __main__ as peers_torch
+from bench.prefill import report as prefill_report
+from bench.serving import quality
 from bench.serving import report as serving_report
 from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import describe_trace, make_trace
+from bench.steps import __main__ as decode_step
+from bench.steps import gap
 from tests.bench.fakes import FAILED, META, WRONG, ok, ours
 
 GIB = 1 << 30

@@ -3,17 +3,13 @@
 import jax
 import pytest
 
-from bench import (
-    cascade,
-    decode,
-    layouts,
-    long_prompt,
-    offline,
-    parallel,
-    parallel_calls,
-    prefill,
-    trainer,
-)
+from bench.decode import __main__ as decode
+from bench.decode import cascade, layouts
+from bench.parallel import __main__ as parallel
+from bench.parallel import calls as parallel_calls
+from bench.prefill import __main__ as prefill
+from bench.serving import long_prompt, trainer
+from bench.serving import start as offline
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
 from tests.support.marks import slow

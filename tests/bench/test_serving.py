@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench.serving import batches, cli, report, static, transformers
+from bench.serving import __main__ as cli
+from bench.serving import batches, report, static, transformers
 from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serve

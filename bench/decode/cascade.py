@@ -1,0 +1,113 @@
+"""Time `cascade_attention` on sequences that share a prefix, beside `paged_attention`.
+
+Run `python -m bench.decode.cascade --help`; bench/README.md explains each number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pallas_paged as pp
+from bench.decode.peers import ours
+from bench.measuring import cli, timing
+from bench.measuring.measure import Variant, compare, measure_floor
+from bench.measuring.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
+from bench.measuring.shapes import Shape, make_case, select_shapes
+
+NAMES = {"cascade": "cascade_attention", "paged": "paged_attention"}
+
+
+def _shared(num_seqs: int, prefix: int, own: int) -> Shape:
+    return Shape(
+        name=f"{num_seqs}x{own} after {prefix} shared 32/8/128/16",
+        seq_lens=(prefix + own,) * num_seqs,
+        shared_prefix=prefix,
+    )
+
+
+SHAPES = tuple(_shared(64, prefix, own) for prefix in (8192, 32768) for own in (128, 1024))
+# Small enough for a CPU; runs only when named.
+TINY = Shape(
+    name="tiny",
+    seq_lens=(9, 20, 13),
+    shared_prefix=8,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    page_size=4,
+)
+
+
+def _paged_attention(q, layer, block_table, seq_lens, prefix_lens, cu_group_sizes, **options):
+    """Read the prefix again for each sequence."""
+    return pp.paged_attention(q, layer, block_table, seq_lens, **options)
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
+    """Measure one shape: both calls and the read floor."""
+    case = make_case(shape)
+    finders: dict[str, Callable[[], list[Variant]]] = {
+        "cascade": functools.partial(ours, pp.cascade_attention, args.implementation),
+        "paged": functools.partial(ours, _paged_attention, args.implementation),
+    }
+    results = compare(case, finders, args.iterations)
+    del case  # free the pages before the floor takes its memory
+    floor = measure_floor(
+        shape.num_bytes,
+        num_sets=shape.num_sets,
+        num_calls=shape.num_calls,
+        iterations=args.iterations,
+    )
+    return cli.describe(shape) | {"floor": floor, "results": results}
+
+
+def _speedup(shape: dict) -> float | None:
+    return ratio(*(kernel_us(shape["results"][name]) for name in ("paged", "cascade")))
+
+
+def progress(shape: dict, seconds: float) -> str:
+    """One line about the shape just measured."""
+    results = shape["results"]
+    words = [f"{shape['name']}: floor {number(kernel_us(shape['floor']))} us"]
+    words += [
+        f"{NAMES[name]} {cell(result, kernel_us(result))}" for name, result in results.items()
+    ]
+    words += [f"{number(_speedup(shape), '.2f')} times as fast", f"took {seconds:.0f} s"]
+    return ", ".join(words) + reasons(results, NAMES)
+
+
+def markdown(run: dict) -> str:
+    """The table and the provenance of its numbers."""
+    rows = [["shape (Hq/Hkv/D/page)", "K/V MB", "floor", "cascade us (p10 to p90)", "wall us"]]
+    rows[0] += ["GB/s", "rel. L2", f"{NAMES['paged']} us (p10 to p90)", "rel. L2", "speedup"]
+    for shape in run["shapes"]:
+        cascade, paged = shape["results"]["cascade"], shape["results"]["paged"]
+        us = kernel_us(cascade)
+        row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", number(kernel_us(shape["floor"]))]
+        row += [time(cascade), wall(cascade)]
+        row.append(number(shape["num_bytes"] / us / 1e3 if us else None, ".0f"))
+        row += [error(cascade), time(paged), error(paged), number(_speedup(shape), ".2f")]
+        rows.append(row)
+    return f"{table(rows)}\n\n{timing.provenance(run['meta'])}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and return the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
+    parser = cli.make_parser("bench.decode.cascade", __doc__, plots=False)
+    args = parser.parse_args(argv)
+    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
+    run: dict[str, Any] = {"meta": timing.describe_run("bench.decode.cascade", argv), "shapes": []}
+    measure = functools.partial(measure_shape, args=args)
+    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    cli.publish(run, args, markdown(run))
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -76,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "shapes": [],
         "options": [],
         "one_byte": [],
-        **decode_report.summarize(floors, [], []),
     }
 
     def with_floor(shape: Shape) -> dict:
@@ -92,7 +91,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return measure_shape(shape, args, with_peers=args.peers)
 
     def progress(result: dict, seconds: float) -> str:
-        run.update(decode_report.summarize(floors, run["shapes"], run["one_byte"]))
         return decode_report.progress(run, result, seconds)
 
     plain: dict[str, dict] = {}
@@ -117,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if "bf16" in args.kv_dtypes and args.options:
         pairs_of_options = select_pairs(args.shapes)
         cli.measure_each(run["options"], pairs_of_options, with_base, progress, run, args)
-    cli.publish(run, args, decode_report.markdown(run), decode_report.plot)
+    print(decode_report.markdown(run))
     return run
 
 

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
     select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
-    parser = cli.make_parser("bench.decode.layouts", __doc__, plots=False)
+    parser = cli.make_parser("bench.decode.layouts", __doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     args = parser.parse_args(argv)
     cli.check_arguments(parser, args, select, (*SHAPES, TINY))
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     run: dict[str, Any] = {"meta": meta, "layouts": args.layouts, "shapes": []}
     measure = functools.partial(measure_shape, args=args)
     cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
-    cli.publish(run, args, markdown(run))
+    print(markdown(run))
     return run
 
 

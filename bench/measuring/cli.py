@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import sys
 import time
@@ -14,11 +13,11 @@ from typing import Any
 
 from bench.measuring.shapes import Shape
 
+_LINE = 200  # most characters of a line of JSON that could be several lines
 
-def make_parser(
-    module: str, description: str | None, *, plots: bool = True
-) -> argparse.ArgumentParser:
-    """A parser of the arguments that all benches take, with `--plot` for those that draw."""
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of the arguments that the benches of calls take."""
     parser = argparse.ArgumentParser(prog=module, description=description)
     parser.add_argument(
         "--implementation",
@@ -29,11 +28,6 @@ def make_parser(
     )
     parser.add_argument("--iterations", type=int, default=20, help="timed runs of each")
     parser.add_argument("--json", type=Path, help="write all numbers here, after each shape")
-    parser.add_argument("--markdown", type=Path, help="write the table here too")
-    if plots:
-        parser.add_argument("--plot", type=Path, help="write the chart here, as PNG")
-    else:
-        parser.set_defaults(plot=None)
     return parser
 
 
@@ -70,11 +64,8 @@ def require_at_least(
 
 def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the program before it measures if it can't write its outputs."""
-    for path in (args.json, args.markdown, args.plot):
-        if path and not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib, which is not installed")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"{args.json}: there is no folder {args.json.parent}")
 
 
 def measure_each(
@@ -107,24 +98,33 @@ def measure_each(
 
 def write_json(path: Path, run: dict[str, Any]) -> None:
     """Write all numbers of a run."""
-    path.write_text(json.dumps(run, indent=1) + "\n")
+    path.write_text(as_json(run))
 
 
-def publish(
-    run: dict[str, Any],
-    args: argparse.Namespace,
-    table: str,
-    plot: Callable[[dict[str, Any], Path], None] | None = None,
-) -> None:
-    """Print and write the table, and draw the chart if `--plot` asks for one."""
-    if args.markdown:
-        args.markdown.write_text(table)
-    print(table)
-    if args.plot and plot:
-        try:
-            plot(run, args.plot)
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from error
+def as_json(run: dict[str, Any]) -> str:
+    """The run as JSON of short lines; floats have nine digits, more than a clock is worth."""
+    return _lines(_rounded(run), "") + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def _lines(value: Any, indent: str) -> str:
+    line = json.dumps(value)
+    if not isinstance(value, dict | list) or len(indent) + len(line) <= _LINE:
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_lines(one, inner)}" for key, one in value.items()]
+    else:
+        parts = [_lines(one, inner) for one in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{last}"
 
 
 def describe(shape: Shape) -> dict[str, Any]:

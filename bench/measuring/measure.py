@@ -17,6 +17,7 @@ from bench.measuring.shapes import Case
 from pallas_paged.pages.layout import KVLayout
 
 MAX_RELATIVE_ERROR = 1e-2
+_BRIEF = ("variant", "status", "reason", "kernel_us", "wall_us")
 
 # attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens, **Case.scales)
 # -> out [T, Hq, D], or (out, lse)
@@ -168,6 +169,11 @@ def best(results: Sequence[dict]) -> dict:
     return min(results, key=lambda r: r["status"] != "wrong")
 
 
+def brief(result: dict) -> dict:
+    """What is kept of a variant that is not the best: its times, or why there are none."""
+    return {name: result[name] for name in _BRIEF if name in result}
+
+
 def measure_all(case: Case, find: Callable[[], list[Variant]], iterations: int) -> dict:
     """Result of one implementation, as `compare` returns it."""
     return compare(case, {"": find}, iterations)[""]
@@ -230,7 +236,7 @@ def compare(
             if isinstance(result, Exception):
                 result = {"status": "failed", "reason": reason(result)}
             each.append({"variant": variant.label} | result)
-        results[name] = best(each) | {"variants": each}
+        results[name] = best(each) | {"variants": [brief(one) for one in each]}
     return results
 
 

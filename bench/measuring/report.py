@@ -8,8 +8,6 @@ from typing import Any
 
 # The library: None's choice, and each implementation by name.
 OURS = {"ours": "pallas_paged", "triton": "pallas_paged Triton", "mosaic": "pallas_paged Mosaic"}
-# Okabe and Ito's palette, distinct for any colour vision.
-COLORS = {"ours": "#0072B2", "triton": "#56B4E9", "mosaic": "#D55E00"}
 SLACK = 1.02  # smaller ratios of two times are noise
 ONE_BYTE_TITLE = "int8 and fp8 K/V, a scale for each token and head"
 
@@ -78,11 +76,6 @@ def to_show(names: Sequence[str]) -> list[str]:
     """The names without "ours" where implementations are shown by name: None's choice is one."""
     named = {"triton", "mosaic"} & {*names}
     return [name for name in names if name != "ours" or not named]
-
-
-def mark(shape: dict, name: str) -> str:
-    """A star for the implementation that None chooses."""
-    return "*" * (name == chosen(shape["results"].get("ours")))
 
 
 def time(result: dict) -> str:

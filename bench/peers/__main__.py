@@ -29,7 +29,7 @@ import numpy as np
 
 from bench.decode.layouts import measure_layouts
 from bench.measuring import cli, profiler, report, timing
-from bench.measuring.measure import MAX_RELATIVE_ERROR, best, reason
+from bench.measuring.measure import MAX_RELATIVE_ERROR, best, brief, reason
 from bench.measuring.shapes import SHAPES, TINY, Shape, select_shapes, uniform
 from pallas_paged.pages.layout import KVLayout
 
@@ -289,7 +289,7 @@ def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int
             gc.collect()
     except Exception as error:
         return {"status": "failed", "reason": reason(error)}
-    return best(results) | {"variants": results}
+    return best(results) | {"variants": [brief(one) for one in results]}
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
@@ -351,7 +351,7 @@ def _progress(shape: dict, seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and returns the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.peers", __doc__, plots=False)
+    parser = cli.make_parser("bench.peers", __doc__)
     parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
     cli.check_arguments(parser, args, select, (*SHAPES, TINY, *PREFILLS))
@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         measure_one = functools.partial(measure_shape, args=args, pool=pool)
         shapes = select(args.shapes)
         cli.measure_each(run["shapes"], shapes, measure_one, _progress, run, args)
-    cli.publish(run, args, markdown(run))
+    print(markdown(run))
     return run
 
 

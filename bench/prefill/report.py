@@ -1,17 +1,13 @@
-"""Results of the prefill bench: summary, tables and chart."""
+"""Results of the prefill bench: summary and tables."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from bench.measuring import kv_dtypes, report, timing
 from bench.measuring.report import OURS, cell, error, kernel_us, number, ratio, table
 
 NAMES = OURS | {"cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
-_COLORS = report.COLORS | {"cudnn": "#CC79A7", "mha": "#E69F00"}
-# Operations per byte of K/V; below this an H200 is bound by memory, not by compute.
-_RIDGE = 200
 
 
 def tflops(shape: dict, result: dict | None) -> float | None:
@@ -100,63 +96,12 @@ def markdown(run: dict) -> str:
     blocks = [_shapes_table(run)] if run["shapes"] else []
     blocks += [_one_byte_table(run)] if run["one_byte"] else []
     blocks.append(timing.provenance(run["meta"]))
+    summary = summarize(run)
     words = [
         f"Ours over {NAMES[name]}: {found['geomean']:.2f} in the geometric mean of"
         f" {found['shapes']} shapes, at least {found['min']:.2f}"
-        for name, found in run["summary"]["over"].items()
+        for name, found in summary["over"].items()
     ]
-    words += report.choice_lines(run["summary"]["choice"])
+    words += report.choice_lines(summary["choice"])
     blocks += ["\n".join(f"- {word}." for word in words)] if words else []
     return "\n\n".join(blocks) + "\n"
-
-
-def plot(run: dict, path: Path) -> None:
-    """Write a PNG: TFLOP/s of compute-bound shapes, GB/s of K/V of memory-bound ones.
-
-    Raises:
-        ValueError: if the run has no kernel times to draw.
-    """
-    shapes = [shape for shape in run["shapes"] if kernel_us(shape["results"]["ours"])]
-    if not shapes:
-        raise ValueError("there are no kernel times to plot: they need a GPU with CUPTI")
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    long = [s for s in shapes if s["num_flops"] >= _RIDGE * s["num_bytes"]]
-    short = [s for s in shapes if s not in long]
-    parts = [
-        (chosen, rate, unit)
-        for chosen, rate, unit in ((long, tflops, "TFLOP/s"), (short, gbps, "GB/s of K/V"))
-        if chosen
-    ]
-    figure, all_axes = plt.subplots(
-        len(parts),
-        1,
-        figsize=(11, 0.5 * len(shapes) + 1.2 * len(parts) + 0.8),
-        height_ratios=[len(chosen) + 1 for chosen, _, _ in parts],
-        layout="constrained",
-        squeeze=False,
-    )
-    for axes, (chosen, rate, unit) in zip(all_axes[:, 0], parts, strict=True):
-        names = report.to_show(
-            [n for n in NAMES if any(rate(s, s["results"].get(n)) for s in chosen)]
-        )
-        height = 0.8 / len(names)
-        for i, name in enumerate(names):
-            rates = [rate(shape, shape["results"].get(name)) or 0.0 for shape in chosen]
-            middles = [row + (i - (len(names) - 1) / 2) * height for row in range(len(chosen))]
-            axes.barh(middles, rates, height, color=_COLORS[name], label=NAMES[name])
-            for shape, middle, value in zip(chosen, middles, rates, strict=True):
-                if value:
-                    words = f" {value:.0f}{report.mark(shape, name)}"
-                    axes.text(value, middle, words, va="center", fontsize=6)
-        axes.set_yticks(range(len(chosen)), [shape["name"] for shape in chosen])
-        axes.set_ylim(len(chosen) - 0.4, -0.6)
-        axes.set_xlabel(f"{unit} (more is better, * is None's choice)")
-        axes.grid(axis="x", alpha=0.3)
-    all_axes[0, 0].set_title(f"{run['meta']['device']}, bf16, JAX {run['meta']['jax']}")
-    figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)

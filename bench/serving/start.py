@@ -188,8 +188,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--here", action="store_true", help="one start, in this process, with JAX's own cache")
     add("--started", type=float, help=argparse.SUPPRESS)  # the time when the process was started
     add("--json", type=Path, help="write all numbers here")
-    add("--markdown", type=Path, help="write the tables here too")
-    parser.set_defaults(plot=None)
     args = parser.parse_args(argv)
     args.max_model_len = args.max_model_len or 2 * args.max_len
     cli.require_at_least(parser, args, requests=1, max_len=1, page_size=1, runs=1)
@@ -214,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     run = {"meta": meta, "shape": args.shape, "starts": starts}
     if args.json:
         cli.write_json(args.json, run)
-    cli.publish(run, args, markdown(run))
+    print(markdown(run))
     return run
 
 

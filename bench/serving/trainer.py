@@ -160,8 +160,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--kv-gib", type=float, help="memory for K/V; default: all sequences, and a quarter")
     add("--implementation", help="of attention; default: the best for the platform")
     add("--json", type=Path, help="write all numbers here")
-    add("--markdown", type=Path, help="write the table here too")
-    parser.set_defaults(plot=None)
     args = parser.parse_args(argv)
     cli.require_at_least(parser, args, num_seqs=1, prompt_len=1, max_tokens=2)
     if args.kv_gib is None:
@@ -183,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     run |= measure(args)
     if args.json:
         cli.write_json(args.json, run)
-    cli.publish(run, args, markdown(run))
+    print(markdown(run))
     return run
 
 

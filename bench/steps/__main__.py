@@ -16,7 +16,6 @@ from bench.measuring import cli, timing
 from bench.measuring.kv_dtypes import ONE_BYTE
 from bench.measuring.report import number, ratio, table
 from bench.serving.models import SHAPES, random_model
-from bench.steps import gap
 from bench.steps.step import kernel_table, measure_generate, measure_step, step_table
 from models.decoder import Decoder, load_checkpoint
 from pallas_paged.engine import EngineConfig, SamplingParams
@@ -35,9 +34,6 @@ _SAMPLING = {
 _LAST = [*_SAMPLING][-1]
 _MODES = ("step", "loop", "sampled step", "sampled loop", "generate")
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
-_COLORS = {"limit": "#999999"} | dict(
-    zip(gap.PARTS, ("#0072B2", "#D55E00", "#56B4E9", "#F0E442"), strict=True)
-)
 _ATTENTION = "paged_"  # part of the names of the library's kernels
 
 
@@ -69,7 +65,7 @@ def measure_sampling(decoder: Decoder, num_seqs: int, args: argparse.Namespace) 
         yield {"case": case} | result
 
 
-def markdown(run: dict[str, Any], num_kernels: int) -> str:
+def markdown(run: dict[str, Any], num_kernels: int = 0) -> str:
     """Return the tables and the provenance of their numbers."""
     results = run["results"]
     names = [_name(one) for one in results]
@@ -82,42 +78,6 @@ def markdown(run: dict[str, Any], num_kernels: int) -> str:
     reasons = dict.fromkeys(one["reason"] for one in results if "reason" in one)
     blocks += [f"No kernel times: {reason}." for reason in reasons]
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
-
-
-def plot(run: dict[str, Any], path: Path) -> None:
-    """Write a PNG: the limit of each step, and what comes on top of it.
-
-    Raises:
-        ValueError: the run has no kernel times.
-    """
-    found = [(one, over) for one in run["results"] if (over := gap.gap_of(one))]
-    if not found:
-        raise ValueError("there is nothing to plot: no kernel times, which need a GPU with CUPTI")
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(11, 0.4 * len(found) + 1.8), layout="constrained")
-    ends = [0.0] * len(found)
-    for part, color in _COLORS.items():
-        widths = [
-            1.0 if part == "limit" else max(0.0, over[part] / one["limit_us"])
-            for one, over in found
-        ]
-        axes.barh(range(len(found)), widths, left=ends, color=color, label=part)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for row, (one, _) in enumerate(found):
-        text = f"{one['wall_us']:.0f} us, {ends[row]:.2f}"
-        axes.text(ends[row] + 0.02, row, text, va="center", fontsize=7)
-    axes.set_yticks(range(len(found)), [" ".join(_name(one)) for one, _ in found])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * max(ends))
-    axes.set_xlabel("wall time over the time to read weights and K/V")
-    axes.set_title(f"A decode step, {run['meta']['device']}, JAX {run['meta']['jax']}")
-    figure.legend(loc="outside lower center", ncols=len(_COLORS))
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
 
 
 def _name(one: dict[str, Any]) -> tuple[str, str]:
@@ -153,8 +113,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--kv-cache-dtype", choices=ONE_BYTE, help="default: the model's dtype")
     add("--implementation", help="of attention; default: the best for the platform")
     add("--json", type=Path, help="write all numbers here, after each measurement")
-    add("--markdown", type=Path, help="write the tables here too")
-    add("--plot", type=Path, help="write the chart here, as PNG")
     args = parser.parse_args(argv)
     args.length = args.length or (256 if args.sampling else 2048)
     cli.require_at_least(parser, args, length=8, steps=1, kernels=0, num_scheduler_steps=1)
@@ -183,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     cli.write_json(args.json, run)
         del decoder
         gc.collect()
-    cli.publish(run, args, markdown(run, args.kernels), plot)
+    print(markdown(run, args.kernels))
     return run
 
 

@@ -159,7 +159,7 @@ def test_tiny_run(dry_run) -> None:
     step = run["decode_step"]
     assert step["wall_us"] > 0 and step["context"] > 256 and step["num_seqs"] == 4
     assert step["kv_bytes"] == 4 * step["context"] * TINY.token_bytes()
-    assert tables == report.markdown(run)
+    assert tables == report.markdown(run) + "\n"
 
 
 @pytest.mark.usefixtures("no_compiling")

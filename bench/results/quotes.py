@@ -1,0 +1,2 @@
+def renewed(store, root):
+    return {}

@@ -1,0 +1,182 @@
+"""The runs of bench/results, and the numbers that tables, charts and texts take from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.decode import report as decode_report
+from bench.measuring.report import geomean, kernel_us
+
+FOLDER = Path(__file__).parent
+# In the order of the docs: the name of a folder, and of the card as texts have it.
+CARDS = {"h100": "H100", "h200": "H200", "2xh200": "two H200", "4xh200": "four H200", "cpu": "CPU"}
+LARGE = 500e6  # bytes of K/V from which a decode call is bound by memory
+
+
+class Store(dict[str, dict[str, Any]]):
+    """The runs by `card/name`."""
+
+    @classmethod
+    def load(cls, folder: Path = FOLDER) -> Store:
+        """Read all JSON of a folder."""
+        paths = (path for card in CARDS for path in sorted((folder / card).glob("*.json")))
+        return cls({f"{p.parent.name}/{p.stem}": json.loads(p.read_text()) for p in paths})
+
+    def times(self, run: str) -> dict[str, dict[str, float]]:
+        """Median kernel times of a run's shapes by implementation, without missing ones."""
+        return {
+            shape["name"]: {
+                name: us for name, result in shape["results"].items() if (us := kernel_us(result))
+            }
+            for shape in self[run]["shapes"]
+        }
+
+    def ceiling(self, card: str) -> float:
+        """The read limit of a card in GB/s: the best rate of the floor kernel."""
+        found = decode_report.read_ceiling(self[f"{card}/decode"])
+        assert found, f"{card}/decode.json has no floor"
+        return found
+
+    def shares(self, run: str) -> dict[str, dict[str, float]]:
+        """Percent of the card's read limit, like `times`."""
+        ceiling, times = self.ceiling(run.partition("/")[0]), self.times(run)
+        return {
+            shape["name"]: {
+                name: 100 * shape["num_bytes"] / us / 1e3 / ceiling
+                for name, us in times[shape["name"]].items()
+            }
+            for shape in self[run]["shapes"]
+        }
+
+    def tflops(self, run: str) -> dict[str, dict[str, float]]:
+        """TFLOP/s, like `times`; a result without a mask counts its own operations."""
+        return {
+            shape["name"]: {
+                name: result.get("num_flops", shape["num_flops"]) / us / 1e6
+                for name, result in shape["results"].items()
+                if (us := kernel_us(result))
+            }
+            for shape in self[run]["shapes"]
+        }
+
+
+def values(store: Store) -> dict[str, float]:
+    """The numbers that texts quote, by name."""
+    found: dict[str, float] = {}
+    for card in ("h100", "h200"):
+        run, shares = store[f"{card}/decode"], store.shares(f"{card}/decode")
+        large = [shares[s["name"]]["ours"] for s in run["shapes"] if s["num_bytes"] > LARGE]
+        found |= {f"{card}_large_min": min(large), f"{card}_large_max": max(large)}
+        found[f"{card}_short"] = shares["1x1024 32/8/128/16"]["ours"]
+        found[f"{card}_ceiling"] = store.ceiling(card)
+        summary = decode_report.summarize(run)
+        for name, mean in summary["speedup_geomean"].items():
+            found[f"{card}_{name}"] = mean
+            found[f"{card}_{name}_min"] = summary["speedup_min"][name]
+    found |= _times_ours("decode", store.times("h200/peers-decode"))
+    found |= _times_ours("prompts", store.times("h200/peers-prefill"))
+    rates = [rates["ours"] for rates in store.tflops("h200/peers-prefill").values()]
+    found |= {"prompts_min": min(rates), "prompts_max": max(rates)}
+    one_byte = decode_report.summarize(store["h200/decode-one-byte"])["one_byte"]
+    for dtype, means in one_byte.items():
+        found[f"{dtype}_jax_op"] = means["speedup"]["geomean"]
+        found[f"{dtype}_floor"] = 100 * means["floor_over"]["geomean"]
+    kv = store["h200/quality"]["checkpoint"]["kv"]
+    for name, one in kv.items():
+        found[f"{name}_top1"] = 100 * one["top1"]
+    options = option_ratios(store)
+    found |= {"options_min": min(options.values()), "options_max": max(options.values())}
+    layouts = [ratio for ratios in layout_ratios(store).values() for ratio in ratios.values()]
+    found["layouts_max"] = max(layouts)
+    for model, num_seqs, case in (("1b", 1, "loop"), ("1b", 64, "loop"), ("8b", 64, "loop")):
+        one = step(store, model, num_seqs, case)
+        found[f"{model}_{num_seqs}_over"] = one["wall_us"] / one["limit_us"]
+    for name in ("1b", "8b"):
+        systems = store[f"h200/serving-{name}"]["systems"]
+        found[f"{name}_static"] = (
+            systems["engine"]["tokens_per_s"] / systems["static"]["tokens_per_s"]
+        )
+        found[f"{name}_utilization"] = 100 * systems["engine"]["utilization"]
+        found[f"{name}_static_utilization"] = 100 * systems["static"]["utilization"]
+    rate = store["h200/serving-1b-http-rate"]["systems"]
+    for name in ("engine", "http"):
+        found[f"{name}_ttft_ms"] = 1e3 * rate[name]["ttft_s"]["p50"]
+    nano = store["h200/serving-nano"]["systems"]["engine"]["tokens_per_s"]
+    found["nano_over"] = nano / store["h200/nano-vllm"]["tokens_per_s"]
+    for name, ratios in scaling(store).items():
+        found |= {f"{name}_min": min(ratios.values()), f"{name}_max": max(ratios.values())}
+    starts = store["h200/start"]["starts"]
+    found |= {f"{name}_ready_s": starts[name]["ready_s"] for name in ("cold", "warm")}
+    return found
+
+
+def _times_ours(prefix: str, times: dict[str, dict[str, float]]) -> dict[str, float]:
+    found = {}
+    for name in ("flashinfer", "sdpa"):
+        over = [us[name] / us["ours"] for us in times.values() if name in us]
+        found[f"{prefix}_{name}"] = geomean(over) or 0.0
+        found[f"{prefix}_{name}_min"] = min(over)
+    return found
+
+
+def option_ratios(store: Store) -> dict[str, float]:
+    """Time of a decode call with an option over that of the plain call, by shape and option."""
+    found = {}
+    for shape in store["h100/decode-options"]["options"]:
+        with_option = kernel_us(shape["results"]["ours"])
+        plain = kernel_us(shape["base"]["results"]["ours"])
+        if with_option and plain:
+            found[shape["name"]] = with_option / plain
+    return found
+
+
+def layout_ratios(store: Store) -> dict[tuple[str, str], dict[str, float]]:
+    """Time of each layout over that of the first, by shape and family of kernels."""
+    found = {}
+    for shape in store["h100/layouts"]["shapes"]:
+        for family in next(iter(shape["layouts"].values())):
+            times = {name: kernel_us(one[family]) for name, one in shape["layouts"].items()}
+            first = next(iter(times.values()))
+            if first:
+                found[shape["name"], family] = {k: us / first for k, us in times.items() if us}
+    return found
+
+
+def step(store: Store, model: str, num_seqs: int, case: str) -> dict[str, Any]:
+    """The decode step of a model with some rows."""
+    return next(
+        one
+        for one in store[f"h200/steps-{model}"]["results"]
+        if (one["num_seqs"], one["case"]) == (num_seqs, case)
+    )
+
+
+def scaling(store: Store) -> dict[str, dict[tuple[str, int], float]]:
+    """Speedups over one GPU of the same run, by part, and by what is run and number of GPUs."""
+    calls: dict[str, dict[tuple[str, int], float]] = {"heads": {}, "context": {}}
+    for part, run, way in (
+        ("heads", store["2xh200/parallel"]["attention"], "jit"),
+        ("context", store["2xh200/parallel-context"]["context"], "context"),
+    ):
+        one_gpu = {one["name"]: one["us"]["median"] for one in run if one["devices"] == 1}
+        for one in run:
+            if one["devices"] > 1 and one["way"] == way:
+                speedup = one_gpu[one["name"]] / one["us"]["median"]
+                calls[part][one["name"], one["devices"]] = speedup
+    steps: dict[tuple[str, int], float] = {}
+    for card in ("2xh200", "4xh200"):
+        found = store[f"{card}/parallel"]["steps"]
+        alone = {(s["model"], s["num_seqs"]): s["wall_us"] for s in found if s["devices"] == 1}
+        for one in found:
+            name = f"{one['model']}, {one['num_seqs']} x {one['length']}"
+            if one["devices"] > 1 and (name, one["devices"]) not in steps:
+                key = one["model"], one["num_seqs"]
+                steps[name, one["devices"]] = alone[key] / one["wall_us"]
+    first, *others = store["2xh200/parallel-serving"]["serving"]
+    serving = {
+        (one["model"], one["tensor_parallel_size"]): first["seconds"] / one["seconds"]
+        for one in others
+    }
+    return {**calls, "steps": steps, "serving": serving}

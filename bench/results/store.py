@@ -12,6 +12,11 @@ from bench.measuring.report import geomean, kernel_us
 FOLDER = Path(__file__).parent
 # In the order of the docs: the name of a folder, and of the card as texts have it.
 CARDS = {"h100": "H100", "h200": "H200", "2xh200": "two H200", "4xh200": "four H200", "cpu": "CPU"}
+# In README: of one run on an H100.
+README_SHAPES = (
+    *(f"{name}/16" for name in ("1x8192 32/8/128", "8x2048 32/8/128", "64x4096 32/8/128")),
+    *("64x4096 32/1/128/16", "64 ragged 32/8/128/16"),
+)
 LARGE = 500e6  # bytes of K/V from which a decode call is bound by memory
 
 
@@ -88,6 +93,9 @@ def values(store: Store) -> dict[str, float]:
         found[f"{name}_top1"] = 100 * one["top1"]
     options = option_ratios(store)
     found |= {"options_min": min(options.values()), "options_max": max(options.values())}
+    for size in (512, 1024):
+        name = f"64x4096 32/8/128/16 fixed_split_size={size}"
+        found[f"fixed_{size}"] = 100 * (options[name] - 1)
     layouts = [ratio for ratios in layout_ratios(store).values() for ratio in ratios.values()]
     found["layouts_max"] = max(layouts)
     for model, num_seqs, case in (("1b", 1, "loop"), ("1b", 64, "loop"), ("8b", 64, "loop")):
@@ -105,10 +113,20 @@ def values(store: Store) -> dict[str, float]:
         found[f"{name}_ttft_ms"] = 1e3 * rate[name]["ttft_s"]["p50"]
     nano = store["h200/serving-nano"]["systems"]["engine"]["tokens_per_s"]
     found["nano_over"] = nano / store["h200/nano-vllm"]["tokens_per_s"]
-    for name, ratios in scaling(store).items():
+    found["http_more_ms"] = found["http_ttft_ms"] - found["engine_ttft_ms"]
+    speedups = scaling(store)
+    for num_seqs in (1, 64):
+        found[f"step_8b_{num_seqs}"] = speedups["steps"][f"8b, {num_seqs} x 2048", 2]
+    for name, ratios in speedups.items():
         found |= {f"{name}_min": min(ratios.values()), f"{name}_max": max(ratios.values())}
     starts = store["h200/start"]["starts"]
     found |= {f"{name}_ready_s": starts[name]["ready_s"] for name in ("cold", "warm")}
+    run, times = store["h100/decode"], store.times("h100/decode")
+    for shape in run["shapes"]:
+        if shape["name"] in README_SHAPES:
+            row = f"row{README_SHAPES.index(shape['name'])}"
+            found |= {f"{row}_{name}": us for name, us in times[shape["name"]].items()}
+            found[f"{row}_floor"] = decode_report.floor_us(run, shape) or 0.0
     return found
 
 

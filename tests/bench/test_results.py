@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import BENCHES, listing
+from bench.results import quotes
 from bench.results.__main__ import ROOT, make
 from bench.results.store import FOLDER, Store
 
@@ -61,3 +62,81 @@ def test_readme_of_the_benches_lists_them_all() -> None:
     programs = {name.removesuffix(".__main__") for name in programs}
     assert {bench.module for bench in BENCHES} == programs
     assert all(importlib.util.find_spec(bench.module) for bench in BENCHES)
+
+
+UNIT = r"(?:us|ms|s|microseconds?|milliseconds?|seconds?|minutes?|tokens/s|TFLOP/s|[GT]B/s|%|times)"
+DIGITS = r"(\d[\d,]*(?:\.\d+)?)"
+MEASURED = re.compile(
+    rf"(?<![\w.`-]){DIGITS}(?:(?: to| and| or|,) {DIGITS})?[ \n]?{UNIT}(?![\w/`])"
+)
+CELL = re.compile(rf"(?<=\| )\**{DIGITS}\**(?= \|)")
+# What is chosen, not measured, or is of a command on a CPU.
+SETTINGS = (
+    *("about 10 ms", "within 10 ms of waiting", "every 16 ms", "250 us times", "600 s for a"),
+    *("more than 30 s", "cut 5 s after", "On two CPU cores"),
+)
+
+
+def numbers(before: str, block: str) -> list[tuple[int, str]]:
+    """Place and text of the numbers in a paragraph or a table that look measured.
+
+    Cells of a table do if its first row or the paragraph before it has a unit.
+    """
+    if any(words in block for words in SETTINGS) and "|" not in block:
+        return []
+    head = before + block.partition("\n")[0]
+    cells = CELL.finditer(block) if re.search(rf"(?<![\w']){UNIT}\b", head) else ()
+    return [
+        (match.start(), number)
+        for match in (*MEASURED.finditer(block), *cells)
+        for number in match.groups()
+        if number and not any(words in near(block, match) for words in SETTINGS)
+    ]
+
+
+def near(block: str, match: re.Match[str]) -> str:
+    return " ".join(block[max(0, match.start() - 12) : match.end() + 12].split())
+
+
+def unfounded(name: str, text: str) -> list[str]:
+    """The numbers of a page that neither quote a result nor stand in a note that it links to."""
+    sentences = [*quotes.quoted(name, text)]
+    text = re.sub(r"```.*?```", lambda code: re.sub(r"\S", " ", code[0]), text, flags=re.DOTALL)
+    found, before = [], ""
+    for block in re.finditer(r"[^\n](?:(?!\n\n).)*", text, flags=re.DOTALL):
+        links = re.findall(r"bench/notes/(\w+\.md)", block[0])
+        notes = "".join((FOLDER.parent / "notes" / link).read_text() for link in links)
+        for place, number in numbers(before, block[0]):
+            place += block.start()
+            noted = re.search(rf"(?<![\d.]){re.escape(number)}(?!\d|\.\d)", notes)
+            if not noted and not any(start <= place < end for start, end in sentences):
+                found.append(f"{name}:{text.count(chr(10), 0, place) + 1}: {number}")
+        before = block[0] if "|" not in block[0] else ""
+    return found
+
+
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/results.md"])
+def test_measured_numbers_of_readme_and_docs_come_from_a_result_or_a_linked_note(name) -> None:
+    assert unfounded(name, (ROOT / name).read_text()) == []
+
+
+def test_quoted_numbers_are_those_of_the_json(store) -> None:
+    for name, text in quotes.renewed(store, ROOT).items():
+        assert (ROOT / name).read_text() == text, "run python -m bench.results"
+
+
+def test_a_changed_digit_and_a_number_without_a_result_are_found(store, tmp_path) -> None:
+    for name in quotes.QUOTES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    readme = (tmp_path / "README.md").read_text()
+    changed = readme.replace("**360.2**", "**350.2**")
+    (tmp_path / "README.md").write_text(changed)
+    assert changed != readme and quotes.renewed(store, tmp_path)["README.md"] == readme
+    invented = "A call takes 12 us, 3 times less.\n\n| shape | us |\n|---|---|\n| a | 4.5 |\n"
+    assert len(unfounded("README.md", readme + "\n" + invented)) == 3
+    with pytest.raises(ValueError, match="does not have the sentence"):
+        unfounded("README.md", readme.replace("attention scales", "attention grows"))

@@ -50,7 +50,7 @@ BENCHES = (
     _bench(
         "How long do prompts, chunks of prompts and a few tokens per sequence take?",
         "bench.prefill",
-        "bench.prefill.report",
+        "bench.prefill.__main__",
     ),
     _bench("How fast are libraries outside JAX?", "bench.peers", "bench.peers.__main__"),
     _bench("Is there a config faster than the heuristic's?", "bench.tune --kernel decode"),

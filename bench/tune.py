@@ -21,7 +21,7 @@ from bench.decode import peers
 from bench.measuring import cli, kv_dtypes, shapes, timing
 from bench.measuring.measure import Variant, measure_all, reason
 from bench.measuring.options import PLAIN
-from bench.measuring.report import reasons, table
+from bench.measuring.report import table
 from bench.measuring.shapes import Case, Shape, make_case, select_shapes
 from bench.prefill import shapes as prefill_shapes
 from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
@@ -245,8 +245,8 @@ def _cells(result: dict) -> list[str]:
 
 def progress(result: dict, seconds: float) -> str:
     """One line about the shape just searched."""
-    line = ", ".join([*_cells(result), f"took {seconds:.0f} s"])
-    return line + reasons({"search": result}, {"search": "search"})
+    why = [result["reason"]] if "reason" in result else []
+    return ", ".join([*_cells(result), f"took {seconds:.0f} s", *why])
 
 
 def markdown(run: dict) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pallas_paged as pp
 from bench.decode import peers
 from bench.decode import report as decode_report
-from bench.measuring import cli, kv_dtypes, timing
+from bench.measuring import calls, cli, kv_dtypes, timing
 from bench.measuring.measure import Variant, compare, measure_floor
 from bench.measuring.options import PLAIN, Options
 from bench.measuring.shapes import (
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return measure_shape(shape, args, with_peers=args.peers)
 
     def progress(result: dict, seconds: float) -> str:
-        return decode_report.progress(run, result, seconds)
+        return calls.progress(result, decode_report.NAMES, seconds)
 
     plain: dict[str, dict] = {}
 

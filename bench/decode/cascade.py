@@ -13,12 +13,11 @@ from typing import Any
 
 import pallas_paged as pp
 from bench.decode.peers import ours
-from bench.measuring import cli, timing
+from bench.measuring import calls, cli, timing
 from bench.measuring.measure import Variant, compare, measure_floor
-from bench.measuring.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
 from bench.measuring.shapes import Shape, make_case, select_shapes
 
-NAMES = {"cascade": "cascade_attention", "paged": "paged_attention"}
+NAMES = {"cascade": "cascade_attention", "paged": "paged_attention", "floor": "read only"}
 
 
 def _shared(num_seqs: int, prefix: int, own: int) -> Shape:
@@ -65,34 +64,12 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
     return cli.describe(shape) | {"floor": floor, "results": results}
 
 
-def _speedup(shape: dict) -> float | None:
-    return ratio(*(kernel_us(shape["results"][name]) for name in ("paged", "cascade")))
-
-
-def progress(shape: dict, seconds: float) -> str:
-    """One line about the shape just measured."""
-    results = shape["results"]
-    words = [f"{shape['name']}: floor {number(kernel_us(shape['floor']))} us"]
-    words += [
-        f"{NAMES[name]} {cell(result, kernel_us(result))}" for name, result in results.items()
-    ]
-    words += [f"{number(_speedup(shape), '.2f')} times as fast", f"took {seconds:.0f} s"]
-    return ", ".join(words) + reasons(results, NAMES)
-
-
 def markdown(run: dict) -> str:
     """The table and the provenance of its numbers."""
-    rows = [["shape (Hq/Hkv/D/page)", "K/V MB", "floor", "cascade us (p10 to p90)", "wall us"]]
-    rows[0] += ["GB/s", "rel. L2", f"{NAMES['paged']} us (p10 to p90)", "rel. L2", "speedup"]
-    for shape in run["shapes"]:
-        cascade, paged = shape["results"]["cascade"], shape["results"]["paged"]
-        us = kernel_us(cascade)
-        row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", number(kernel_us(shape["floor"]))]
-        row += [time(cascade), wall(cascade)]
-        row.append(number(shape["num_bytes"] / us / 1e3 if us else None, ".0f"))
-        row += [error(cascade), time(paged), error(paged), number(_speedup(shape), ".2f")]
-        rows.append(row)
-    return f"{table(rows)}\n\n{timing.provenance(run['meta'])}\n"
+    shapes = [
+        shape | {"results": shape["results"] | {"floor": shape["floor"]}} for shape in run["shapes"]
+    ]
+    return calls.markdown({"": shapes}, NAMES, run["meta"])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -104,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     cli.check_arguments(parser, args, select, (*SHAPES, TINY))
     run: dict[str, Any] = {"meta": timing.describe_run("bench.decode.cascade", argv), "shapes": []}
     measure = functools.partial(measure_shape, args=args)
+
+    def progress(shape: dict, seconds: float) -> str:
+        return calls.progress(shape, NAMES, seconds)
+
     cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
     print(markdown(run))
     return run

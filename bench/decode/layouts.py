@@ -13,9 +13,8 @@ from typing import Any, get_args
 
 import pallas_paged as pp
 from bench.decode import peers
-from bench.measuring import cli, timing
+from bench.measuring import calls, cli, timing
 from bench.measuring.measure import Variant, compare
-from bench.measuring.report import kernel_us, number, ratio, reasons, table, time
 from bench.measuring.shapes import Shape, make_case, select_shapes, uniform
 from bench.prefill.shapes import TINY
 from pallas_paged.pages.layout import KVLayout
@@ -57,36 +56,33 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
     return cli.describe(shape) | {"layouts": results}
 
 
-def _times(shape: dict, family: str) -> dict[str, float | None]:
-    return {name: kernel_us(results[family]) for name, results in shape["layouts"].items()}
+def _by_name(shape: dict) -> dict:
+    """The shape with all results by the names of layout and implementation."""
+    found = {
+        f"{kv_layout} {family}": result
+        for kv_layout, results in shape["layouts"].items()
+        for family, result in results.items()
+    }
+    return shape | {"results": found}
 
 
 def progress(shape: dict, seconds: float) -> str:
-    """One line about the shape just measured."""
-    lines = [f"{shape['name']}: took {seconds:.0f} s"]
-    for family in next(iter(shape["layouts"].values())):
-        found = _times(shape, family).items()
-        lines.append(f"  {family} us: " + ", ".join(f"{k} {number(us)}" for k, us in found))
-    for name, results in shape["layouts"].items():
-        if text := reasons(results, {family: f"{name} {family}" for family in results}):
-            lines.append(text.lstrip("\n"))
-    return "\n".join(lines)
+    """Lines about the shape just measured."""
+    named = _by_name(shape)
+    return calls.progress(named, {name: name for name in named["results"]}, seconds)
 
 
 def markdown(run: dict) -> str:
-    """Return the table and the provenance of its numbers."""
-    rows = [["shape (Hq/Hkv/D/page)", "kernels", *run["layouts"]]]
-    for shape in run["shapes"]:
-        for family in next(iter(shape["layouts"].values())):
-            times = _times(shape, family)
-            first = next(iter(times.values()))
-            row = [shape["name"], family]
-            for name, us in times.items():
-                text = time(shape["layouts"][name][family])
-                row.append(f"{text} {number(ratio(us, first), '.3f')}" if us else text)
-            rows.append(row)
-    words = "Microseconds of kernels, median (p10 to p90), and times that of the first layout."
-    return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
+    """Return a table for each implementation and the provenance of its numbers."""
+    shapes = [_by_name(shape) for shape in run["shapes"]]
+    families = dict.fromkeys(
+        name.partition(" ")[2] for shape in shapes for name in shape["results"]
+    )
+    blocks = []
+    for family in families:
+        names = {f"{kv_layout} {family}": kv_layout for kv_layout in run["layouts"]}
+        blocks.append(f"{family}:\n\n{calls.calls_table(shapes, names)}")
+    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench.decode.layouts import measure_layouts
-from bench.measuring import cli, profiler, report, timing
+from bench.measuring import calls, cli, profiler, timing
 from bench.measuring.measure import MAX_RELATIVE_ERROR, best, brief, reason
 from bench.measuring.shapes import SHAPES, TINY, Shape, select_shapes, uniform
 from pallas_paged.pages.layout import KVLayout
@@ -310,42 +310,21 @@ def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecu
     return cli.describe(shape) | {"decode": is_decode(shape), "results": results}
 
 
-def _cell(shape: dict, name: str) -> str:
-    result = shape["results"][name]
-    us, ours_us = report.kernel_us(result), report.kernel_us(shape["results"].get("ours"))
-    text = report.cell(result, us)
-    if us and not shape["decode"]:
-        text = f"{shape['num_flops'] / us / 1e6:.0f} TFLOP/s, {text}"
-    if us and name != "ours":
-        text += f", {us / ours_us:.2f}x" if ours_us else ""
-        text += f", {result['variant']}"
-    return text
-
-
 def markdown(run: dict) -> str:
     """A table for decode, one for prefill, and the provenance of their numbers."""
-    text = ""
-    for decode, group in itertools.groupby(run["shapes"], lambda shape: shape["decode"]):
-        shapes = list(group)
-        names = [name for name in NAMES if name in shapes[0]["results"]]
-        header = ["decode" if decode else "causal prefill", "K/V MB", *(NAMES[n] for n in names)]
-        rows = [
-            [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", *(_cell(shape, n) for n in names)]
-            for shape in shapes
-        ]
-        text += report.table([header, *rows]) + "\n\n"
+    decode, prefill = ([s for s in run["shapes"] if s["decode"] is one] for one in (True, False))
     versions = ", ".join(f"{name} {run['meta'][name]}" for name in _PACKAGES)
-    return text + (
-        "Median kernel microseconds of one call [relative L2 error], times ours, best variant.\n"
-        "Ours: CUPTI through JAX. Peers: torch.profiler (CUPTI) over replays of a CUDA graph.\n"
-        f"{versions}.\n{timing.provenance(run['meta'])}\n"
+    return calls.markdown(
+        {"Decode": decode, "Causal prefill": prefill},
+        NAMES,
+        run["meta"],
+        "Ours: CUPTI through JAX. Peers: torch.profiler (CUPTI) over replays of a CUDA graph",
+        versions,
     )
 
 
 def _progress(shape: dict, seconds: float) -> str:
-    cells = "; ".join(f"{NAMES[name]} {_cell(shape, name)}" for name in shape["results"])
-    text = f"{shape['name']}: {cells}; took {seconds:.0f} s"
-    return text + report.reasons(shape["results"], NAMES)
+    return calls.progress(shape, NAMES, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import pallas_paged as pp
 from bench.decode import peers
-from bench.measuring import cli, kv_dtypes, timing
+from bench.measuring import calls, cli, kv_dtypes, timing
 from bench.measuring.measure import Variant, compare
 from bench.measuring.shapes import Shape, make_case, select_shapes
 from bench.prefill import peers as prefill_peers
-from bench.prefill import report as prefill_report
 from bench.prefill.shapes import ONE_BYTE, SHAPES, TINY
+
+NAMES = calls.OURS | {"cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
@@ -35,6 +36,12 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
         }
     results = compare(make_case(shape), finders, args.iterations)
     return cli.describe(shape) | {"results": results}
+
+
+def markdown(run: dict) -> str:
+    """The tables, the provenance of their numbers and the summary."""
+    parts = {"": run["shapes"], calls.ONE_BYTE_TITLE: run["one_byte"]}
+    return calls.markdown(parts, NAMES, run["meta"])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -60,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return measure(shape) | {"base": base}
 
     def progress(result: dict, seconds: float) -> str:
-        return prefill_report.progress(result, seconds)
+        return calls.progress(result, NAMES, seconds)
 
     shapes = select(args.shapes)
     if "bf16" in args.kv_dtypes:
         cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
     pairs = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], args.kv_dtypes)
     cli.measure_each(run["one_byte"], pairs, one_byte, progress, run, args)
-    print(prefill_report.markdown(run))
+    print(markdown(run))
     return run
 
 

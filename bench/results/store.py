@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.decode import report as decode_report
-from bench.measuring.report import geomean, kernel_us
+from bench.measuring import calls, kv_dtypes
+from bench.measuring.report import kernel_us
+from bench.peers import __main__ as peers
 
 FOLDER = Path(__file__).parent
 # In the order of the docs: the name of a folder, and of the card as texts have it.
@@ -56,12 +58,12 @@ class Store(dict[str, dict[str, Any]]):
         }
 
     def tflops(self, run: str) -> dict[str, dict[str, float]]:
-        """TFLOP/s, like `times`; a result without a mask counts its own operations."""
+        """TFLOP/s, like `times`."""
         return {
             shape["name"]: {
-                name: result.get("num_flops", shape["num_flops"]) / us / 1e6
+                name: rate
                 for name, result in shape["results"].items()
-                if (us := kernel_us(result))
+                if (rate := calls.tflops(shape, result))
             }
             for shape in self[run]["shapes"]
         }
@@ -76,18 +78,20 @@ def values(store: Store) -> dict[str, float]:
         found |= {f"{card}_large_min": min(large), f"{card}_large_max": max(large)}
         found[f"{card}_short"] = shares["1x1024 32/8/128/16"]["ours"]
         found[f"{card}_ceiling"] = store.ceiling(card)
-        summary = decode_report.summarize(run)
-        for name, mean in summary["speedup_geomean"].items():
-            found[f"{card}_{name}"] = mean
-            found[f"{card}_{name}_min"] = summary["speedup_min"][name]
-    found |= _times_ours("decode", store.times("h200/peers-decode"))
-    found |= _times_ours("prompts", store.times("h200/peers-prefill"))
+        for name, over in calls.summarize(run["shapes"], decode_report.NAMES).items():
+            found |= {f"{card}_{name}": over["geomean"], f"{card}_{name}_min": over["min"]}
+    for part in ("decode", "prompts"):
+        run = store["h200/peers-decode" if part == "decode" else "h200/peers-prefill"]
+        for name, over in calls.summarize(run["shapes"], peers.NAMES).items():
+            found |= {f"{part}_{name}": over["geomean"], f"{part}_{name}_min": over["min"]}
     rates = [rates["ours"] for rates in store.tflops("h200/peers-prefill").values()]
     found |= {"prompts_min": min(rates), "prompts_max": max(rates)}
-    one_byte = decode_report.summarize(store["h200/decode-one-byte"])["one_byte"]
-    for dtype, means in one_byte.items():
-        found[f"{dtype}_jax_op"] = means["speedup"]["geomean"]
-        found[f"{dtype}_floor"] = 100 * means["floor_over"]["geomean"]
+    one_byte = decode_report.with_floors(store["h200/decode-one-byte"], "one_byte")
+    for dtype in kv_dtypes.ONE_BYTE:
+        shapes = [shape for shape in one_byte if shape["kv_dtype"] == kv_dtypes.NAMES[dtype]]
+        summary = calls.summarize(shapes, decode_report.NAMES)
+        found[f"{dtype}_jax_op"] = summary["jax_op"]["geomean"]
+        found[f"{dtype}_floor"] = 100 * summary["floor"]["geomean"]
     kv = store["h200/quality"]["checkpoint"]["kv"]
     for name, one in kv.items():
         found[f"{name}_top1"] = 100 * one["top1"]
@@ -121,21 +125,11 @@ def values(store: Store) -> dict[str, float]:
         found |= {f"{name}_min": min(ratios.values()), f"{name}_max": max(ratios.values())}
     starts = store["h200/start"]["starts"]
     found |= {f"{name}_ready_s": starts[name]["ready_s"] for name in ("cold", "warm")}
-    run, times = store["h100/decode"], store.times("h100/decode")
-    for shape in run["shapes"]:
+    for shape in decode_report.with_floors(store["h100/decode"], "shapes"):
         if shape["name"] in README_SHAPES:
             row = f"row{README_SHAPES.index(shape['name'])}"
-            found |= {f"{row}_{name}": us for name, us in times[shape["name"]].items()}
-            found[f"{row}_floor"] = decode_report.floor_us(run, shape) or 0.0
-    return found
-
-
-def _times_ours(prefix: str, times: dict[str, dict[str, float]]) -> dict[str, float]:
-    found = {}
-    for name in ("flashinfer", "sdpa"):
-        over = [us[name] / us["ours"] for us in times.values() if name in us]
-        found[f"{prefix}_{name}"] = geomean(over) or 0.0
-        found[f"{prefix}_{name}_min"] = min(over)
+            for name, result in shape["results"].items():
+                found[f"{row}_{name}"] = kernel_us(result) or 0.0
     return found
 
 

@@ -24,12 +24,11 @@ from bench.measuring.measure import reason
 from bench.serving import report
 from bench.serving.batches import serve_in_batches
 from bench.serving.compilations import Compilations
-from bench.serving.engine import greedy, serve
+from bench.serving.engine import serve
 from bench.serving.models import SHAPES, random_model
 from bench.serving.requests import TraceRequest, describe_trace, make_trace, nano_vllm_trace
 from bench.serving.static import StaticBatch
 from bench.serving.transformers import run_transformers
-from bench.steps.step import measure_step
 from models.decoder import Decoder, engine_model
 from pallas_paged.engine import Engine, EngineConfig
 
@@ -79,12 +78,6 @@ def make_parser() -> argparse.ArgumentParser:
         default=64,
         help="transformers serves only this many requests, the first ones",
     )
-    add(
-        "--decode-step",
-        action="store_true",
-        help="also measure the engine's decode step, by kernel",
-    )
-    add("--step-steps", type=int, default=64, help="timed steps for --decode-step")
     add("--json", type=Path, help="write all numbers here, after each system")
     return parser
 
@@ -173,7 +166,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.prefix_len = args.max_model_len // 8
     if args.kv_gib * _GIB < args.max_model_len * shape.token_bytes():
         parser.error(f"--kv-gib {args.kv_gib} is too little for one row of {args.max_model_len}")
-    cli.require_at_least(parser, args, page_size=1, transformers_requests=1, step_steps=1)
+    cli.require_at_least(parser, args, page_size=1, transformers_requests=1)
     cli.check_outputs(parser, args)
     return args
 
@@ -223,7 +216,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "trace": describe_trace(trace),
         "systems": {},
-        "decode_step": None,
     }
 
     def add(name: str, result: dict[str, Any]) -> None:
@@ -259,17 +251,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for name, run_one in runs.items():
         if name in args.systems or (name == "http" and args.http):
             add(name, attempt(run_one))
-    if args.decode_step:
-        run["decode_step"] = measure_step(
-            model,
-            [greedy(1)] * shape.step_seqs,
-            length=args.max_model_len,
-            num_steps=args.step_steps,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            kv_cache_dtype=args.kv_cache_dtype,
-            implementation=args.implementation,
-        )
-        write()
     print(report.markdown(run))
     return run
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from bench.measuring import timing
 from bench.measuring.report import number, ratio, table
-from bench.steps.step import kernel_table, step_table
 
 NAMES = {
     "engine": "engine",
@@ -15,7 +14,6 @@ NAMES = {
     "transformers": "transformers generate",
     "http": "engine, over HTTP",
 }
-_NUM_KERNELS = 25
 
 
 def _rate(result: dict | None) -> float | None:
@@ -96,8 +94,4 @@ def markdown(run: dict) -> str:
     """The tables and the provenance of their numbers."""
     blocks = [_trace_text(run)]
     blocks += [_systems_table(run)] if run["systems"] else []
-    if step := run["decode_step"]:
-        names = (f"{step['num_seqs']} x {step['context']:.0f}", step["kv_cache_dtype"])
-        blocks += [step_table([(names, step)], "decode step, rows x tokens", "K/V")]
-        blocks += [kernel_table(step, _NUM_KERNELS)]
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"

@@ -1,4 +1,4 @@
-"""Serve nano-vllm's workload: 256 requests at once, after a cold and a warm start.
+"""Start an engine with an empty compilation cache and with a full one: when is it ready?
 
 Run `python -m bench.serving.start --help`; bench/README.md explains each number.
 """
@@ -6,7 +6,6 @@ Run `python -m bench.serving.start --help`; bench/README.md explains each number
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -19,13 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bench.measuring import cli, timing
 from bench.measuring.report import number, table
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, random_model
-from bench.serving.requests import nano_vllm_trace
 from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
@@ -33,11 +30,7 @@ _NUM_FUNCTIONS = 8
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Start an engine in this process and serve the workload.
-
-    Raises:
-        RuntimeError: a request ended without all its tokens.
-    """
+    """Start an engine in this process; return the seconds of each part."""
     shape = SHAPES[args.shape]
     parts = {"imports": time.time() - args.started} if args.started else {}
     last = time.perf_counter()
@@ -63,55 +56,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     engine = Engine(model, weights, config)
     note("engine")
-    trace = nano_vllm_trace(
-        args.requests,
-        min_len=min(100, args.max_len),
-        max_len=args.max_len,
-        vocab_size=model.vocab_size,
-    )
-    prompts = [one.prompt.tolist() for one in trace]
-    params = [one.params for one in trace]
-    note("workload")
     with Compilations() as compiled:
-        engine.warmup(params[:1])
-    gc.collect()
-    gc.freeze()  # a full collection of JAX's traces takes 0.4 s
+        engine.warmup([SamplingParams(temperature=0.6)])  # of nano-vllm's workload
     note("warm-up")
     return {
-        "ready_s": sum(parts.values()) - parts.pop("workload"),
+        "ready_s": sum(parts.values()),
         "parts_s": parts,
         "compilations": compiled.count,
         "from_cache": compiled.num_cached,
         "functions": compiled.functions(),
         "num_steps_compiled": engine.stats().compilations,
-        "runs": [_run(engine, prompts, params) for _ in range(args.runs)],
         "pool_bytes": engine.stats().pool_bytes,
-    }
-
-
-def _run(
-    engine: Engine, prompts: list[list[int]], params: Sequence[SamplingParams]
-) -> dict[str, Any]:
-    engine.reset_prefix_cache()
-    before = engine.stats()
-    with Compilations() as compiled:
-        start = time.perf_counter()
-        outputs = engine.generate(prompts, params, progress=False)
-        seconds = time.perf_counter() - start
-    after = engine.stats()
-    wanted = [one.max_tokens for one in params]
-    if [len(output.outputs[0].token_ids) for output in outputs] != wanted:
-        raise RuntimeError("a request ended without all its tokens")
-    num_tokens = sum(one.max_tokens or 0 for one in params)
-    return {
-        "seconds": seconds,
-        "prompt_tokens": sum(map(len, prompts)),
-        "output_tokens": num_tokens,
-        "tokens_per_s": num_tokens / seconds,
-        "compilations": compiled.count,
-        "num_calls": after.num_calls - before.num_calls,
-        "num_steps": after.num_steps - before.num_steps,
-        "num_preemptions": after.num_preemptions - before.num_preemptions,
     }
 
 
@@ -148,16 +103,6 @@ def markdown(run: dict[str, Any]) -> str:
     add("programs compiled", lambda one: one["compilations"], "d")
     add("- from the cache", lambda one: one["from_cache"], "d")
     add("- steps of the engine", lambda one: one["num_steps_compiled"], "d")
-    for head, name, spec in (
-        ("seconds", "seconds", ".2f"),
-        ("output tokens", "output_tokens", ".0f"),
-        ("output tokens/s", "tokens_per_s", ".0f"),
-        ("compilations in the run", "compilations", ".0f"),
-        ("calls", "num_calls", ".0f"),
-        ("steps", "num_steps", ".0f"),
-        ("preemptions", "num_preemptions", ".0f"),
-    ):
-        add(head, lambda one, name=name: _median(one["runs"], name), spec)
     blocks = [f"`{run['shape']}`:\n\n{table(rows)}"]
     for name, one in starts.items():
         rows = [["function", "programs", "trace s", "lower s", "compile s"]]
@@ -168,29 +113,21 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
 
 
-def _median(runs: Sequence[dict[str, Any]], name: str) -> float:
-    return float(np.median([run[name] for run in runs]))
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.serving.start", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen3-0.6b", help="model sizes; random weights")
-    add("--requests", type=int, default=256)
-    add("--max-len", type=int, default=1024, help="most tokens of a prompt, and of an output")
     add("--kv-gib", type=float, default=40.0, help="memory for K/V")
     add("--page-size", type=int, default=16)
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=4096)
-    add("--max-model-len", type=int, help="default: twice --max-len")
+    add("--max-model-len", type=int, default=4096)
     add("--implementation", help="of attention; default: the best for the platform")
-    add("--runs", type=int, default=3, help="after a start; the table has the median")
     add("--here", action="store_true", help="one start, in this process, with JAX's own cache")
     add("--started", type=float, help=argparse.SUPPRESS)  # the time when the process was started
     add("--json", type=Path, help="write all numbers here")
     args = parser.parse_args(argv)
-    args.max_model_len = args.max_model_len or 2 * args.max_len
-    cli.require_at_least(parser, args, requests=1, max_len=1, page_size=1, runs=1)
+    cli.require_at_least(parser, args, page_size=1)
     if int(args.kv_gib * 2**30) < SHAPES[args.shape].token_bytes() * args.max_model_len:
         parser.error(f"--kv-gib {args.kv_gib} is too little for {args.max_model_len} tokens")
     cli.check_outputs(parser, args)

@@ -18,7 +18,7 @@ BAD = [
     *((serving, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--requests 0", "--json no/x")),
     *((serving, f"{TINY} {args}") for args in ("--transformers-requests 0", "--prefix-share 2")),
     (decode_step, "--shapes tiny --rows 0"),
-    *((offline, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--runs 0")),
+    *((offline, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--page-size 0")),
     (trainer, f"{TINY} --num-seqs 0"),
     (long_prompt, f"{TINY} --lengths 999999"),
     *((parallel_programs, args) for args in ("--rows 0", "--length 0")),

@@ -35,7 +35,14 @@ def markdown(run: dict[str, Any]) -> str:
 def page(store: Store) -> str:
     """docs/results.md."""
     texts = {f"table_{name}": make(store) for name, make in TABLES.items()}
+    texts |= {key: _body(markdown(run)) for key, run in store.items()}
     return (FOLDER / "page.md").read_text().format_map({**values(store), **texts})
+
+
+def _body(text: str) -> str:
+    """Tables without where they are from and what they say in the mean."""
+    blocks = text.strip().split("\n\n")
+    return "\n\n".join(x for x in blocks if "\nCommand: `" not in x and not x.startswith("- "))
 
 
 def make(store: Store) -> dict[str, str]:

@@ -112,6 +112,8 @@ def values(store: Store) -> dict[str, float]:
         )
         found[f"{name}_utilization"] = 100 * systems["engine"]["utilization"]
         found[f"{name}_static_utilization"] = 100 * systems["static"]["utilization"]
+    alone = store["h200/serving-1b"]["systems"]["transformers"]
+    found["transformers"] = alone["num_finished"]
     rate = store["h200/serving-1b-http-rate"]["systems"]
     for name in ("engine", "http"):
         found[f"{name}_ttft_ms"] = 1e3 * rate[name]["ttft_s"]["p50"]
@@ -167,7 +169,7 @@ def step(store: Store, model: str, num_seqs: int, case: str) -> dict[str, Any]:
 
 def scaling(store: Store) -> dict[str, dict[tuple[str, int], float]]:
     """Speedups over one GPU of the same run, by part, and by what is run and number of GPUs."""
-    calls: dict[str, dict[tuple[str, int], float]] = {"heads": {}, "context": {}}
+    speedups: dict[str, dict[tuple[str, int], float]] = {"heads": {}, "context": {}}
     for part, run, way in (
         ("heads", store["2xh200/parallel"]["attention"], "jit"),
         ("context", store["2xh200/parallel-context"]["context"], "context"),
@@ -176,7 +178,7 @@ def scaling(store: Store) -> dict[str, dict[tuple[str, int], float]]:
         for one in run:
             if one["devices"] > 1 and one["way"] == way:
                 speedup = one_gpu[one["name"]] / one["us"]["median"]
-                calls[part][one["name"], one["devices"]] = speedup
+                speedups[part][one["name"], one["devices"]] = speedup
     steps: dict[tuple[str, int], float] = {}
     for card in ("2xh200", "4xh200"):
         found = store[f"{card}/parallel"]["steps"]
@@ -191,4 +193,4 @@ def scaling(store: Store) -> dict[str, dict[tuple[str, int], float]]:
         (one["model"], one["tensor_parallel_size"]): first["seconds"] / one["seconds"]
         for one in others
     }
-    return {**calls, "steps": steps, "serving": serving}
+    return {**speedups, "steps": steps, "serving": serving}

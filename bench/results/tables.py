@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, each by the name that the page gives it."""
+"""The tables of docs/results.md that show several runs, by the names that the page gives them."""
 
 from __future__ import annotations
 
@@ -66,17 +66,6 @@ def one_byte(store: Store) -> str:
     return table(rows)
 
 
-def quality(store: Store) -> str:
-    """What a model loses with one-byte pages."""
-    found = store["h200/quality"]
-    rows = [["K/V", "perplexity of the demo model", "same greedy token", "random 1B model"]]
-    for name, one in found["checkpoint"]["kv"].items():
-        perplexity = 2.718281828459045 ** one["nats"]
-        shares = (f"{kv['top1']:.1%}" for kv in (one, found["random"]["kv"][name]))
-        rows.append([name, f"{perplexity:.4f}", *(["-", "-"] if name == "bf16" else shares)])
-    return table(rows)
-
-
 def options(store: Store) -> str:
     """What each option of a decode call costs."""
     rows = [["shape and option", "times the plain call"]]
@@ -92,24 +81,12 @@ def layouts(store: Store) -> str:
     return table(rows)
 
 
-def steps(store: Store) -> str:
-    """Decode steps of models."""
-    rows = [["model, rows x tokens", "run", "wall us", "limit us", "times the limit"]]
-    for model in ("1b", "8b"):
-        for one in store[f"h200/steps-{model}"]["results"]:
-            name = f"{model}, {one['num_seqs']} x {one['context']:.0f}"
-            times = (one["wall_us"], one["limit_us"])
-            cells = (f"**{times[0]:.0f}**", f"{times[1]:.0f}", f"{times[0] / times[1]:.2f}")
-            rows.append([name, one["case"], *cells])
-    return table(rows)
-
-
 _SERVING = {
     "serving-1b": "1B, 512 requests at once",
-    "serving-1b-int8": "the same, int8 K/V",
-    "serving-1b-http": "1B, beside HTTP",
+    "serving-1b-int8": "1B, int8 K/V",
+    "serving-1b-http": "1B, with and without HTTP",
     "serving-1b-rate": "1B, 40 requests a second",
-    "serving-1b-http-rate": "the same, beside HTTP",
+    "serving-1b-http-rate": "the same, with and without HTTP",
     "serving-8b": "8B, 256 requests at once",
 }
 _SYSTEMS = {
@@ -171,24 +148,10 @@ def gpus(store: Store) -> str:
 def start(store: Store) -> str:
     """Seconds until an engine is ready."""
     starts = store["h200/start"]["starts"]
-    rows = [
-        ["", *starts],
-        ["ready after s", *(f"**{one['ready_s']:.1f}**" for one in starts.values())],
-    ]
+    rows = [["seconds", *starts]]
+    rows += [["ready after", *(f"**{one['ready_s']:.1f}**" for one in starts.values())]]
     for part in starts["cold"]["parts_s"]:
         rows.append([f"- {part}", *(f"{one['parts_s'][part]:.1f}" for one in starts.values())])
-    return table(rows)
-
-
-def long_prompt(store: Store) -> str:
-    """Seconds until a long prompt has its first token."""
-    rows = [["tokens of the prompt", "first token s", "limit s", "times the limit"]]
-    for one in store["h200/long-prompt"]["results"]:
-        seconds = sorted(one["seconds"])
-        middle = (seconds[len(seconds) // 2] + seconds[~(len(seconds) // 2)]) / 2
-        limit = one["limit_s"]
-        cells = (f"**{middle:.2f}**", f"{limit:.2f}", f"{middle / limit:.2f}")
-        rows.append([str(one["length"]), *cells])
     return table(rows)
 
 
@@ -210,7 +173,7 @@ def question(run: dict[str, Any]) -> str:
 
 
 _ALL: tuple[Callable[[Store], str], ...] = (
-    *(decode, outside, prompts, one_byte, quality, options, layouts),
-    *(steps, serving, nano, gpus, start, long_prompt, runs),
+    *(decode, outside, prompts, one_byte, options, layouts),
+    *(serving, nano, gpus, start, runs),
 )
 TABLES = {made.__name__: made for made in _ALL}

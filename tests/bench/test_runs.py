@@ -8,8 +8,7 @@ from bench.decode import cascade, layouts
 from bench.parallel import __main__ as parallel
 from bench.parallel import calls as parallel_calls
 from bench.prefill import __main__ as prefill
-from bench.serving import long_prompt, trainer
-from bench.serving import start as offline
+from bench.serving import long_prompt, start, trainer
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
 from tests.support.marks import slow
@@ -127,13 +126,13 @@ def test_workload_is_that_of_nano_vllm() -> None:
     assert all(one.params.temperature == 0.6 and one.params.ignore_eos for one in trace)
 
 
-OFFLINE = ["--shape", "tiny", "--max-model-len", "24", "--max-num-seqs", "4"]
-OFFLINE += ["--kv-gib", "0.001", "--max-num-batched-tokens", "16"]
+START = ["--shape", "tiny", "--max-model-len", "24", "--max-num-seqs", "4"]
+START += ["--kv-gib", "0.001", "--max-num-batched-tokens", "16"]
 
 
 @pytest.mark.slow  # compiles the steps of an engine in two processes
-def test_offline_starts_cold_and_then_warm(dry_run) -> None:
-    run, tables = dry_run(offline, *OFFLINE)
+def test_engine_starts_cold_and_then_warm(dry_run) -> None:
+    run, tables = dry_run(start, *START)
     cold, warm = run["starts"]["cold"], run["starts"]["warm"]
     assert cold["from_cache"] == 0 < warm["from_cache"] == warm["compilations"]
     for found in (cold, warm):

@@ -7,6 +7,7 @@ quote are written too; bench/results/quotes.py names them.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bench.results.store import FOLDER, Store, values
 from bench.results.tables import TABLES
 
 ROOT = FOLDER.parents[1]
+_OPTIONAL = re.compile(r"<!-- if (\S+) -->\n(.*?)<!-- end -->\n", re.DOTALL)  # (run, text)
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -36,7 +38,10 @@ def page(store: Store) -> str:
     """docs/results.md."""
     texts = {f"table_{name}": make(store) for name, make in TABLES.items()}
     texts |= {key: _body(markdown(run)) for key, run in store.items()}
-    return (FOLDER / "page.md").read_text().format_map({**values(store), **texts})
+    text = _OPTIONAL.sub(
+        lambda part: part[2] if part[1] in store else "", (FOLDER / "page.md").read_text()
+    )
+    return text.format_map({**values(store), **texts})
 
 
 def _body(text: str) -> str:
@@ -48,7 +53,8 @@ def _body(text: str) -> str:
 def make(store: Store) -> dict[str, str]:
     """All files by their path in the repository, without those that quote numbers."""
     files = {f"bench/results/{key}.md": markdown(run) for key, run in store.items()}
-    files |= {f"bench/results/{key}.svg": draw(store) for key, draw in CHARTS.items()}
+    charts = {key: draw(store) for key, draw in CHARTS.items()}
+    files |= {f"bench/results/{key}.svg": text for key, text in charts.items() if text}
     return files | {"docs/results.md": page(store)}
 
 

@@ -25,7 +25,10 @@ _PROMPTS = {
     "ours": Series("pallas_paged", "blue"),
     "flashinfer": Series("FlashInfer", "red"),
     "sdpa": Series("torch SDPA on contiguous K/V", "black"),
+    "cudnn": Series("cuDNN on contiguous K/V", "pink"),
+    "mha": Series("JAX's Triton mha on contiguous K/V", "orange"),
 }
+_RIDGE = 200  # operations per byte of K/V; below this a card is bound by memory
 _PARTS = {
     "limit": Series("limit: weights and K/V read once", "grey"),
     "products": Series("products", "blue"),
@@ -53,14 +56,21 @@ def _decode(store: Store, card: str) -> str:
     )
 
 
-def _prompts(store: Store) -> str:
+def _prompts(store: Store, run: str, subtitle: str) -> str:
+    if run not in store:
+        return ""
+    rates, card = store.tflops(run), CARDS[run.partition("/")[0]]
     rows = [
-        (name.removeprefix("prefill "), {_PROMPTS[key]: rates[key] for key in _PROMPTS})
-        for name, rates in store.tflops("h200/peers-prefill").items()
+        (
+            shape["name"].removeprefix("prefill "),
+            {series: found[key] for key, series in _PROMPTS.items() if key in found},
+        )
+        for shape in store[run]["shapes"]
+        if (found := rates[shape["name"]]) and shape["num_flops"] > _RIDGE * shape["num_bytes"]
     ]
     return charts.bars(
-        "Prompts on an H200: operations of causal attention per second",
-        "bf16, one run. FlashInfer reads pages too, torch reads contiguous K/V.",
+        f"Prompts on an {card}: operations of attention per second",
+        subtitle,
         "TFLOP/s (more is better)",
         rows,
     )
@@ -120,7 +130,11 @@ def _gpus(store: Store) -> str:
 CHARTS: dict[str, Callable[[Store], str]] = {
     "h100/decode": lambda store: _decode(store, "h100"),
     "h200/decode": lambda store: _decode(store, "h200"),
-    "h200/peers-prefill": _prompts,
+    "h200/peers-prefill": lambda store: _prompts(
+        store, "h200/peers-prefill", "bf16, one run. FlashInfer reads pages too."
+    ),
+    "h100/prefill": lambda store: _prompts(store, "h100/prefill", "bf16, one run."),
+    "h200/prefill": lambda store: _prompts(store, "h200/prefill", "bf16, one run."),
     "h200/steps": _steps,
     "h200/serving-nano": _nano,
     "2xh200/parallel": _gpus,

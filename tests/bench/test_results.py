@@ -8,7 +8,7 @@ import pytest
 
 from bench.__main__ import BENCHES, listing
 from bench.results import quotes
-from bench.results.__main__ import ROOT, make
+from bench.results.__main__ import ROOT, make, page
 from bench.results.store import FOLDER, Store
 
 
@@ -29,6 +29,12 @@ def test_committed_tables_and_charts_are_made_of_the_json(store) -> None:
     assert committed == made.keys() - {"docs/results.md"}
     for name, text in made.items():
         assert (ROOT / name).read_text() == text, f"{name} is not what the JSON gives"
+
+
+def test_sections_of_runs_that_are_missing_are_left_out(store) -> None:
+    run = store["h100/layouts"]
+    assert "A shared prefix" not in page(store) and "<!-- if" not in page(store)
+    assert "### A shared prefix, H200" in page(Store({**store, "h200/cascade": run}))
 
 
 def test_each_run_names_its_device_date_version_and_command(store) -> None:

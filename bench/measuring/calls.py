@@ -11,6 +11,7 @@ from bench.measuring.report import geomean, kernel_us, number, ratio, table
 # The library: None's choice, and each implementation by name.
 OURS = {"ours": "pallas_paged", "triton": "pallas_paged Triton", "mosaic": "pallas_paged Mosaic"}
 ONE_BYTE_TITLE = "int8 and fp8 K/V, a scale for each token and head"
+PEAK_TFLOPS = 989.4  # dense bf16 of an H100 or H200 SXM, by its data sheet
 SLACK = 1.02  # smaller ratios of two times are noise
 _HEAD = ["shape (Hq/Hkv/D/page)", "K/V MB", "by", "kernel us (p10 to p90)", "wall us", "GB/s"]
 _HEAD += ["TFLOP/s", "times the first", "rel. L2", "variant"]

@@ -85,6 +85,7 @@ def values(store: Store) -> dict[str, float]:
         for name, over in calls.summarize(run["shapes"], peers.NAMES).items():
             found |= {f"{part}_{name}": over["geomean"], f"{part}_{name}_min": over["min"]}
     rates = [rates["ours"] for rates in store.tflops("h200/peers-prefill").values()]
+    found["peak"] = calls.PEAK_TFLOPS
     found |= {"prompts_min": min(rates), "prompts_max": max(rates)}
     one_byte = decode_report.with_floors(store["h200/decode-one-byte"], "one_byte")
     for dtype in kv_dtypes.ONE_BYTE:

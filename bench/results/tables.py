@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.__main__ import find
+from bench.measuring.calls import PEAK_TFLOPS
 from bench.measuring.report import number, table
 from bench.results.store import CARDS, Store, layout_ratios, option_ratios, scaling
 
@@ -46,10 +47,11 @@ def outside(store: Store) -> str:
 
 def prompts(store: Store) -> str:
     """Prompts beside libraries outside JAX, in TFLOP/s."""
-    rows = [["prompts", "pallas_paged", "FlashInfer", "torch SDPA"]]
+    rows = [["prompts", "pallas_paged", "% of the peak", "FlashInfer", "torch SDPA"]]
     for name, rates in store.tflops("h200/peers-prefill").items():
         peers = (number(rates.get(peer), ".0f") for peer in ("flashinfer", "sdpa"))
-        rows.append([name.removeprefix("prefill "), f"**{rates['ours']:.0f}**", *peers])
+        ours = (f"**{rates['ours']:.0f}**", f"{100 * rates['ours'] / PEAK_TFLOPS:.0f}")
+        rows.append([name.removeprefix("prefill "), *ours, *peers])
     return table(rows)
 
 

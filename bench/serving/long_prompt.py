@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from bench.measuring import cli, timing
+from bench.measuring.calls import PEAK_TFLOPS
 from bench.measuring.report import number, table
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, ServingShape, random_model
 from models.decoder import ModelConfig, engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
-_PEAK_TFLOPS = 989.4  # dense bf16 of an H100 or H200 SXM, by its data sheet
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -74,7 +74,7 @@ def measure(shape: ServingShape, length: int, args: argparse.Namespace) -> dict[
         "num_steps": (engine.stats().num_steps - before) / args.runs,
         "compilations": compiled.count,
         "flops": flops,
-        "limit_s": sum(flops.values()) / (_PEAK_TFLOPS * 1e12),
+        "limit_s": sum(flops.values()) / (PEAK_TFLOPS * 1e12),
     }
 
 
@@ -99,7 +99,7 @@ def markdown(run: dict[str, Any]) -> str:
         )
     words = (
         f"{run['shape']}, random weights, chunks of {run['max_num_batched_tokens']} tokens. The"
-        f" limit is {_PEAK_TFLOPS} TFLOP/s; the last column is attention's part of the operations."
+        f" limit is {PEAK_TFLOPS} TFLOP/s; the last column is attention's part of the operations."
     )
     return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
 

@@ -22,7 +22,8 @@ const MAX_TOKENS = 200; // of a continuation, which may have no end
 const log = find("log");
 let messages = []; // of the conversation, as the server gets them
 let running = null; // AbortController of the answer that streams
-const empty = find("empty"); // what an empty conversation has
+const empty = find("empty"); // what an empty conversation has; not in the document otherwise
+const starters = find("starters");
 
 // All texts are set as text, never as HTML: they come from the user and from the model.
 function show(role, text) {
@@ -136,9 +137,8 @@ function setBusy(busy) {
 
 function showStarters() {
   if (!model.has_tokenizer) return;
-  const starters = STARTERS[model.has_chat_template ? "chat" : "text"];
-  find("starters").replaceChildren(
-    ...starters.map(({ text, ...options }) => {
+  starters.replaceChildren(
+    ...STARTERS[model.has_chat_template ? "chat" : "text"].map(({ text, ...options }) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = text;

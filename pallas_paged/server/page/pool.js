@@ -52,16 +52,16 @@ function showPool({ page_size, pages_per_cell, replicas }) {
   const many = replicas.length > 1 ? ` in ${replicas.length} replicas` : "";
   const scale = pages_per_cell > 1 ? `${pages_per_cell} pages` : "1 page";
   find("scale").textContent = `${total} pages of ${page_size} tokens${many}; 1 cell = ${scale}`;
-  find("requests").replaceChildren(
-    ...numbers.slice(0, MAX_CHIPS).map((number) => {
-      const chip = document.createElement("li");
-      chip.textContent = number;
-      chip.style.setProperty("--colour", colour(number));
-      return chip;
-    }),
-    ...(numbers.length > MAX_CHIPS ? [`and ${numbers.length - MAX_CHIPS} more`] : []),
-  );
-  find("no-requests").hidden = numbers.length > 0;
+  const chips = numbers.slice(0, MAX_CHIPS).map((number) => chip(number, colour(number)));
+  if (numbers.length > MAX_CHIPS) chips.push(chip(`and ${numbers.length - MAX_CHIPS} more`));
+  find("requests").replaceChildren(...(numbers.length ? chips : [chip("none")]));
+}
+
+function chip(text, background = "none") {
+  const element = document.createElement("li");
+  element.textContent = text;
+  element.style.setProperty("--colour", background);
+  return element;
 }
 
 function drawMap(owners, numTokens, pageSize) {

@@ -26,7 +26,7 @@ from pallas_paged.server.chat_completions import parse_chat, take_conversation
 from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.completions import parse_completion
 from pallas_paged.server.fields import APIError, bad_request, error_of
-from pallas_paged.server.generation import respond, shutting_down
+from pallas_paged.server.generation import engine_dead, respond, shutting_down
 from pallas_paged.server.metrics import HEALTH_SECONDS
 from pallas_paged.server.page.pool import PoolView
 from pallas_paged.server.service import ServerConfig, Service
@@ -248,7 +248,7 @@ class _Endpoints:
         try:
             return Response(await self._pool.read(), media_type="application/json")
         except EngineDeadError as error:
-            raise self._service.dead(error) from None
+            raise engine_dead(self._service, error) from None
         except RuntimeError:
             raise shutting_down() from None
 

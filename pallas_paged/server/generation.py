@@ -104,7 +104,7 @@ class Generation:
                 await self._watch(consume, prompts)
             except EngineDeadError as error:
                 service.metrics.finished("error")
-                raise self._service.dead(error) from None
+                raise engine_dead(self._service, error) from None
             except APIError:
                 service.metrics.finished("timeout" if self._ended == "timeout" else "error")
                 raise
@@ -128,7 +128,7 @@ class Generation:
             code = "context_length_exceeded" if is_too_long else None
             raise APIError(400, str(error), param=field_of(str(error)), code=code) from None
         except EngineDeadError as error:
-            raise self._service.dead(error) from None
+            raise engine_dead(self._service, error) from None
         except RuntimeError:
             self._close()
             raise shutting_down() from None
@@ -189,6 +189,12 @@ class Generation:
             seconds = self._service.config.request_timeout
             raise APIError(504, f"the request took more than {seconds:g} s")
         raise shutting_down()
+
+
+def engine_dead(service: Service, error: EngineDeadError) -> APIError:
+    """Note that the engine is dead, and return what a client gets."""
+    service.metrics.error = error
+    return APIError(500, "the engine is dead; restart the server", code="engine_dead")
 
 
 def shutting_down() -> APIError:

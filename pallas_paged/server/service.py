@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from pallas_paged.checks import check_flag, check_has, check_integer, check_number
-from pallas_paged.engine import AsyncEngine, EngineDeadError, SamplingParams, Tokenizer
+from pallas_paged.engine import AsyncEngine, SamplingParams, Tokenizer
 from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.fields import APIError, Bodies, Fields, bad_request, read_fields
 from pallas_paged.server.metrics import Metrics
@@ -197,11 +197,6 @@ class Service:
         if name != self.config.served_model_name:
             message = f"there is no model {name!r:.100}, only {self.config.served_model_name!r}"
             raise APIError(404, message, param="model", code="model_not_found")
-
-    def dead(self, error: EngineDeadError) -> APIError:
-        """Note that the engine is dead, and return what clients get."""
-        self.metrics.error = error
-        return APIError(500, "the engine is dead; restart the server", code="engine_dead")
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.

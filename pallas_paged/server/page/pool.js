@@ -135,7 +135,7 @@ let isPolling = false;
 async function poll() {
   if (isPolling) return;
   isPolling = true;
-  last = null; // nobody has counted meanwhile
+  last = null; // a rate over the time between would be a mean
   for (let turn = 0; isViewed(); turn += 1) {
     let pause = POLL_MS;
     try {

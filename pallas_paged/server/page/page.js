@@ -77,11 +77,10 @@ async function* eventsOf(response) {
   }
 }
 
-async function answer(text, options = {}) {
+async function answer(text, n = find("n").valueAsNumber || 1) {
   const conversation = messages; // "New chat" begins another one
   messages.push({ role: "user", content: text });
   show("message user", text);
-  const n = options.n ?? (find("n").valueAsNumber || 1);
   const elements = showAnswers(n);
   const start = performance.now();
   let first = null;
@@ -138,12 +137,12 @@ function setBusy(busy) {
 function showStarters() {
   if (!model.has_tokenizer) return;
   starters.replaceChildren(
-    ...STARTERS[model.has_chat_template ? "chat" : "text"].map(({ text, ...options }) => {
+    ...STARTERS[model.has_chat_template ? "chat" : "text"].map(({ text, n }) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = text;
-      if (options.n) button.dataset.note = `n = ${options.n}: the answers share the pages of the prompt`;
-      button.addEventListener("click", () => answer(text, options));
+      if (n > 1) button.dataset.note = `n = ${n}: the answers share the pages of the prompt`;
+      button.addEventListener("click", () => running ?? answer(text, n));
       return button;
     }),
   );

@@ -30,16 +30,19 @@ function colour(number) {
 // A request keeps its colour. A new one gets the next that no other has.
 function assignColours(numbers) {
   for (const number of colours.keys()) if (!numbers.includes(number)) colours.delete(number);
+  const step = () => (nextColour = (nextColour + 1) % NUM_COLOURS);
   for (const number of numbers.filter((one) => !colours.has(one))) {
     const used = new Set(colours.values());
-    while (used.size < NUM_COLOURS && used.has(nextColour)) nextColour = (nextColour + 1) % NUM_COLOURS;
+    while (used.size < NUM_COLOURS && used.has(nextColour)) step();
     colours.set(number, nextColour);
-    nextColour = (nextColour + 1) % NUM_COLOURS;
+    step();
   }
 }
 
 function showPool({ page_size, pages_per_cell, replicas }) {
-  const owners = replicas.map(({ runs }) => runs.flatMap(([owner, count]) => Array(count).fill(owner)));
+  const owners = replicas.map(({ runs }) =>
+    runs.flatMap(([owner, count]) => Array(count).fill(owner)),
+  );
   const numbers = [...new Set(owners.flat())].filter(Number.isInteger).sort((a, b) => a - b);
   assignColours(numbers);
   drawMap(owners, replicas.map(({ num_tokens }) => num_tokens), page_size);
@@ -88,7 +91,8 @@ function drawMap(owners, numTokens, pageSize) {
     cells.forEach((owner, index) => {
       const x = (index % columns()) * size;
       const y = top + Math.floor(index / columns()) * size;
-      context.fillStyle = Number.isInteger(owner) ? colour(owner) : style.getPropertyValue(`--${owner}`);
+      const isState = STATES.includes(owner);
+      context.fillStyle = isState ? style.getPropertyValue(`--${owner}`) : colour(owner);
       const filled = (numTokens[replica][index] ?? pageSize) / pageSize;
       context.globalAlpha = filled < 1 ? 0.3 : 1; // a page that fills, from below
       context.fillRect(x, y, side, side);
@@ -135,7 +139,7 @@ let isPolling = false;
 async function poll() {
   if (isPolling) return;
   isPolling = true;
-  last = null; // a rate over the time between would be a mean
+  last = null; // a rate needs two metrics of this watch
   for (let turn = 0; isViewed(); turn += 1) {
     let pause = POLL_MS;
     try {

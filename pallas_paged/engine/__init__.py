@@ -13,6 +13,7 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     RequestOutput,
 )
+from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.rollouts import Rollouts
@@ -32,6 +33,7 @@ __all__ = [
     "Logprob",
     "LogprobSequence",
     "Model",
+    "PoolMap",
     "Request",
     "RequestOutput",
     "Rollouts",

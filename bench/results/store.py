@@ -126,7 +126,7 @@ def values(store: Store) -> dict[str, float]:
         found[f"step_8b_{num_seqs}"] = speedups["steps"][f"8b, {num_seqs} x 2048", 2]
     for name, ratios in speedups.items():
         found |= {f"{name}_min": min(ratios.values()), f"{name}_max": max(ratios.values())}
-    starts = store["h200/start"]["starts"]
+    starts = store["h100/start"]["starts"]
     found |= {f"{name}_ready_s": starts[name]["ready_s"] for name in ("cold", "warm")}
     for shape in decode_report.with_floors(store["h100/decode"], "shapes"):
         if shape["name"] in README_SHAPES:

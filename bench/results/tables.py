@@ -149,7 +149,7 @@ def gpus(store: Store) -> str:
 
 def start(store: Store) -> str:
     """Seconds until an engine is ready."""
-    starts = store["h200/start"]["starts"]
+    starts = store["h100/start"]["starts"]
     rows = [["seconds", *starts]]
     rows += [["ready after", *(f"**{one['ready_s']:.1f}**" for one in starts.values())]]
     for part in starts["cold"]["parts_s"]:

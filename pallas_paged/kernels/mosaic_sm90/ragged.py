@@ -9,9 +9,10 @@ its rows:
     consumer 0   q.k0  softmax     p.v0 q.k1  softmax        rows  0 to  63
     consumer 1         q.k0  softmax     p.v0 q.k1  ...      rows 64 to 127
 
-Consumers take turns at the tensor cores, so the softmax of one runs under the products of the
-other. The grid has as many programs as run at once. They take work tiles one after another, longest
-first (`ragged_work`), and the producer starts on the next one while the consumers finish.
+Two consumers take turns at the tensor cores, so the softmax of one runs under the products of the
+other. Three, for small heads, need no turns. The grid has as many programs as run at once. They
+take work tiles one after another, longest first (`ragged_work`), and the producer starts on the
+next one while the consumers finish.
 
 The rows of a tile are head after head, in chunks of 8 tokens of one head (`ragged_tile`).
 `ragged_plan` orders the tiles and splits the keys of few or long ones; their partial states go to
@@ -61,9 +62,14 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales, drain, stream
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import TileScheduler, WorkTile, plan_work
 
-# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
-# with a converter they take all. That has fewer to give where there are two consumers.
-_REGISTERS = {"consumer": 232, "producer": 40}
+# Registers of a thread, by the number of consumers. Two and a producer of 128 threads take 64512 of
+# an SM's 65536; three, or two with a converter, take all. A thread of four warpgroups starts with
+# 128, so a converter has fewer to give where there are two consumers.
+_REGISTERS = {
+    1: {"consumer": 232, "producer": 40},
+    2: {"consumer": 232, "producer": 40},
+    3: {"consumer": 160, "producer": 32},
+}
 _REGISTERS_WITH_CONVERTER = {
     1: {"consumer": 240, "producer": 40, "converter": 160},
     2: {"consumer": 200, "producer": 32, "converter": 80},
@@ -91,7 +97,7 @@ class _Program:
         """Attend to the work tiles of the program."""
         config, interpret = self.config, self.interpret
         wg = lax.axis_index("wg")
-        registers = _REGISTERS
+        registers = _REGISTERS[config.num_consumers]
         if self.converts:
             registers = _REGISTERS_WITH_CONVERTER[config.num_consumers]
 
@@ -370,7 +376,7 @@ def ragged_paged_attention(
                 inputs=inputs,
                 outputs=outputs,
                 scratch=scratch,
-                schedule=ScheduleBarrier(barrier=scratch.turn),
+                schedule=ScheduleBarrier(barrier=scratch.turn, num_consumers=config.num_consumers),
                 options=options,
                 config=config,
                 tile=tile,

@@ -25,22 +25,35 @@ class ScheduleBarrier:
     """Ping-pong of two consumers: the softmax of one runs under the products of the other.
 
     They are half a block apart: the second one arrives once before its first work tile, the first
-    one once after its last.
+    one once after its last. Three consumers take no turns, and wait for one another only to `meet`.
 
     Attributes:
-        barrier: of two arrivals; None where consumers wait for no other.
+        barrier: of an arrival of each consumer; None where consumers wait for no other.
+        num_consumers: of the program.
     """
 
     barrier: Any
+    num_consumers: int
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether there are two, and they wait for one another."""
+        return self.barrier is not None and self.num_consumers == 2
 
     def arrive(self) -> None:
         """Let the other consumer go on."""
-        if self.barrier is not None:
+        if self.takes_turns:
             plgpu.barrier_arrive(self.barrier)
 
     def wait(self) -> None:
         """Wait until the other consumer has arrived the same number of times."""
-        if self.barrier is not None:
+        if self.takes_turns:
+            plgpu.barrier_wait(self.barrier)
+
+    def meet(self) -> None:
+        """Let three consumers wait for one another."""
+        if self.barrier is not None and not self.takes_turns:
+            plgpu.barrier_arrive(self.barrier)
             plgpu.barrier_wait(self.barrier)
 
     def begin(self, wg: jax.Array) -> None:
@@ -167,9 +180,10 @@ def attend(
         # All of the softmax stays before the arrival below; this order keeps the tensor cores busy.
         acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(ring.v.dtype)))
         if masked and not values_are_zeroed:
-            # The first consumer zeroes for both, before the other one may read the values.
+            # The first consumer zeroes for all, before the others may read the values.
             plgpu.barrier_wait(ring.v_full.at[stage])
             pl.when(rows.wg == 0)(functools.partial(zero_unreadable, block, stage))
+            schedule.meet()
         schedule.arrive()
         if not masked or values_are_zeroed:
             plgpu.barrier_wait(ring.v_full.at[stage])

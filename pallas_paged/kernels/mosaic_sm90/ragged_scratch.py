@@ -109,7 +109,7 @@ def scratch_types(
         arrivals = k_arrivals(k_scales, converted)
         full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.num_stages)
         ring = dataclasses.replace(ring, k_full=full)
-    takes_turns = num_consumers == 2 and (not convert or converted is not None)
+    waits = num_consumers > 1 and (not convert or converted is not None)
     return RaggedScratch(
         out=out,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
@@ -123,7 +123,7 @@ def scratch_types(
             else None
         ),
         k_scales=k_scales,
-        turn=plgpu.Barrier(num_arrivals=2) if takes_turns else None,
+        turn=plgpu.Barrier(num_arrivals=num_consumers) if waits else None,
     )
 
 

@@ -43,8 +43,8 @@ LOOP = [
     ("good", "change", "message"),
     [
         *((RAGGED, *row) for row in LOOP),
-        (RAGGED, {"num_consumers": 0}, r"num_consumers=0 must be an integer in 1\.\.2"),
-        (RAGGED, {"num_consumers": 3}, "num_consumers=3"),
+        (RAGGED, {"num_consumers": 0}, r"num_consumers=0 must be an integer in 1\.\.3"),
+        (RAGGED, {"num_consumers": 4}, "num_consumers=4"),
         (RAGGED, {"num_q_stages": 0}, r"num_q_stages=0 must be an integer in 1\.\.2"),
         (RAGGED, {"num_q_stages": 3}, "num_q_stages=3"),
         (SM80_DECODE, {"block_k": 16}, r"block_k=16 must be a power of two in 32\.\.128"),

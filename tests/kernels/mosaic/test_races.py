@@ -81,6 +81,9 @@ CALLS = {
 MORE = {  # what the others run too
     "ragged": partial(ragged, RAGGED),
     "ragged with splits": partial(ragged, RAGGED, config=SPLIT_CONFIG),
+    "ragged with three consumers": partial(
+        ragged, RAGGED, config=dataclasses.replace(CONFIG, num_consumers=3)
+    ),
     "ragged of fp8": partial(ragged, FP8),
     "cascade": partial(cascade, PREFIXES),
 }

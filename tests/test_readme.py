@@ -174,3 +174,10 @@ def test_readme_is_one_page_and_its_quick_start_two_commands_that_show_progress(
     run, test = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     assert "-m models.generate --prompt" in run and "-m pytest" in test
     assert " -q" not in run + test
+
+
+def test_changelog_and_citation_have_the_version_of_the_package():
+    version = re.search(r'^version = "(.*)"$', text_of("pyproject.toml"), re.MULTILINE)[1]
+    newest = re.search(r"^## ([\d.]+|Unreleased)", text_of("CHANGELOG.md"), re.MULTILINE)[1]
+    assert newest in (version, "Unreleased")
+    assert f"\nversion: {version}\n" in text_of("CITATION.cff")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks")  # a warning fails a strict build
+SEARCH_BOOST = {"docs/how-to.md": 4, "bench/": 0.25}  # answers first, what was tried last
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -53,6 +54,9 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     source = Path(page.file.abs_src_path).relative_to(ROOT).as_posix()
     folder = posixpath.dirname(page.file.src_uri)
+    for start, boost in SEARCH_BOOST.items():
+        if source.startswith(start):
+            page.meta["search"] = {"boost": boost}
     download = ""
     if source.endswith(".ipynb"):
         markdown = markdown_of(markdown)

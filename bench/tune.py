@@ -17,11 +17,13 @@ import jax
 from jax.experimental import pallas as pl
 
 import pallas_paged as pp
-from bench import cli, kv_dtypes, peers, prefill_shapes, shapes, timing
-from bench.measure import Variant, measure_all, reason
-from bench.options import PLAIN
-from bench.report import reasons, table
-from bench.shapes import Case, Shape, make_case, select_shapes
+from bench.decode import peers
+from bench.measuring import cli, kv_dtypes, shapes, timing
+from bench.measuring.measure import Variant, measure_all, reason
+from bench.measuring.options import PLAIN
+from bench.measuring.report import table
+from bench.measuring.shapes import Case, Shape, make_case, select_shapes
+from bench.prefill import shapes as prefill_shapes
 from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
 from pallas_paged.kernels.mosaic_sm90 import config as sm90_config
 from pallas_paged.kernels.mosaic_sm90 import support
@@ -243,8 +245,8 @@ def _cells(result: dict) -> list[str]:
 
 def progress(result: dict, seconds: float) -> str:
     """One line about the shape just searched."""
-    line = ", ".join([*_cells(result), f"took {seconds:.0f} s"])
-    return line + reasons({"search": result}, {"search": "search"})
+    why = [result["reason"]] if "reason" in result else []
+    return ", ".join([*_cells(result), f"took {seconds:.0f} s", *why])
 
 
 def markdown(run: dict) -> str:
@@ -257,7 +259,7 @@ def markdown(run: dict) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Search, print the table and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.tune", __doc__, plots=False)
+    parser = cli.make_parser("bench.tune", __doc__)
     parser.add_argument("--kernel", choices=KERNELS, required=True)
     parser.add_argument("--kv-dtype", choices=kv_dtypes.NAMES, default="bf16", help="of K and V")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
@@ -290,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return found | {"status": "ok"} | result
 
     cli.measure_each(run["shapes"], chosen, measure, progress, run, args)
-    cli.publish(run, args, markdown(run))
+    print(markdown(run))
     return run
 
 

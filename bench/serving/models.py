@@ -27,14 +27,12 @@ class ServingShape:
         config, dtype: of the model.
         kv_gib: memory for K/V, enough for 32 rows of max_model_len (tiny: 4).
         max_model_len: most tokens of a prompt and its output.
-        step_seqs: rows of `--decode-step`, each with a prompt of max_model_len.
     """
 
     config: ModelConfig
     dtype: DTypeLike
     kv_gib: float
     max_model_len: int = 2048
-    step_seqs: int = 64
 
     def token_bytes(self, kv_cache_dtype: str | None = None) -> int:
         """Bytes of K, V and their scales per token, over all layers.
@@ -136,7 +134,6 @@ SHAPES = {
         dtype=jnp.float32,
         kv_gib=0.5 / 1024,
         max_model_len=256,
-        step_seqs=4,
     ),
 }
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-_POINTS = 400  # most samples of memory kept for the chart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,6 @@ class Record:
             for one in served
             if one.num_tokens > 1
         ]
-        step = -(-len(self.usage) // _POINTS) or 1
         return {
             "status": "ok",
             "wall_s": self.wall,
@@ -90,8 +87,6 @@ class Record:
             "reserved_of_budget": self._share("reserved", None),
             "live_of_budget": self._share("live", None),
             "live_of_budget_under_load": self._share("live", None, under_load=True),
-            "usage": [asdict(sample) for sample in self.usage[::step]],
-            "latencies": sorted(whole),
             "capacity": self.capacity,
             **self.extra,
         }

@@ -1,14 +1,11 @@
-"""Results of the serving bench: tables and chart."""
+"""Results of the serving bench: tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from bench import timing
-from bench.report import number, ratio, table
-from bench.serving.step import kernel_table, step_table
+from bench.measuring import timing
+from bench.measuring.report import number, ratio, table
 
 NAMES = {
     "engine": "engine",
@@ -17,8 +14,6 @@ NAMES = {
     "transformers": "transformers generate",
     "http": "engine, over HTTP",
 }
-_COLORS = dict(zip(NAMES, ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7"), strict=True))
-_NUM_KERNELS = 25
 
 
 def _rate(result: dict | None) -> float | None:
@@ -99,57 +94,4 @@ def markdown(run: dict) -> str:
     """The tables and the provenance of their numbers."""
     blocks = [_trace_text(run)]
     blocks += [_systems_table(run)] if run["systems"] else []
-    if step := run["decode_step"]:
-        names = (f"{step['num_seqs']} x {step['context']:.0f}", step["kv_cache_dtype"])
-        blocks += [step_table([(names, step)], "decode step, rows x tokens", "K/V")]
-        blocks += [kernel_table(step, _NUM_KERNELS)]
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
-
-
-def plot(run: dict[str, Any], path: Path) -> None:
-    """Write a PNG: throughput, memory over time, and the distribution of request latencies.
-
-    Raises:
-        ValueError: if no system was measured.
-    """
-    found = run["systems"]
-    systems = {x: found[x] for x in NAMES if x in found and found[x]["status"] == "ok"}
-    if not systems:
-        raise ValueError("there is nothing to plot: no system was measured")
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, (rates, memory, latency) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    heights = [result["tokens_per_s"] for result in systems.values()]
-    bars = rates.bar(range(len(systems)), heights, color=[_COLORS[name] for name in systems])
-    rates.bar_label(bars, [f"{height:.0f}" for height in heights])
-    rates.set_xticks(range(len(systems)), [NAMES[x].replace(", ", ",\n") for x in systems])
-    rates.tick_params(axis="x", labelsize=8)
-    rates.set_ylabel("output tokens/s")
-    rates.set_title(f"{run['shape']}, {run['sizes']['kv_gib']:g} GiB of K/V")
-    for name, result in systems.items():
-        usage = result["usage"]
-        times = [sample["time"] for sample in usage] + [result["wall_s"]]
-        shares = [sample["live"] / result["capacity"] for sample in usage]
-        if name in ("engine", "static"):
-            label = f"{NAMES[name]}: {_percent(result['utilization'])} of what is reserved"
-            memory.stairs(shares, times, color=_COLORS[name], label=label, baseline=None)
-        done = result["latencies"]
-        share = [(i + 1) / len(done) for i in range(len(done))]
-        latency.step(done, share, where="post", color=_COLORS[name], label=NAMES[name])
-    memory.set_ylim(0, 1)
-    memory.set_xlabel("seconds")
-    memory.set_ylabel("K/V of live tokens / KV memory")
-    memory.set_title("KV memory over time")
-    memory.legend(fontsize=8)
-    latency.set_ylim(0, 1)
-    latency.set_xlabel("seconds from arrival to the last token")
-    latency.set_ylabel("share of requests")
-    latency.set_title(f"{run['meta']['device']}, JAX {run['meta']['jax']}")
-    latency.legend(fontsize=8)
-    for axes in (memory, latency):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)

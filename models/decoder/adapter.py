@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import flax
 import jax
+import numpy as np
 from flax import nnx
 
 from models.decoder.config import ModelConfig
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import param_specs
 from pallas_paged import LayerKV
-from pallas_paged.engine import Attend, EngineConfig, KVCacheSpec, SamplingParams
+from pallas_paged.engine import Attend, EngineConfig, KVCacheSpec, SamplingParams, sources_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,12 @@ class EngineModel:
 
     def __hash__(self) -> int:
         return hash((self.config, self.dtype))  # a step hashes the model; the structure is large
+
+    @property
+    def cache_key(self) -> str:
+        """Everything that its programs follow from: sizes, dtype, and the sources."""
+        sources = sources_key("models.decoder"), flax.__version__
+        return repr((self.config, np.dtype(self.dtype), sources))
 
     @property
     def vocab_size(self) -> int:

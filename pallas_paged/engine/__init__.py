@@ -3,6 +3,7 @@
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import EngineDeadError
+from pallas_paged.engine.device.program_cache import sources_key
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.model import Attend, KVCacheSpec, Model
 from pallas_paged.engine.outputs import (
@@ -12,6 +13,7 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     RequestOutput,
 )
+from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.rollouts import Rollouts
@@ -31,9 +33,11 @@ __all__ = [
     "Logprob",
     "LogprobSequence",
     "Model",
+    "PoolMap",
     "Request",
     "RequestOutput",
     "Rollouts",
     "SamplingParams",
     "Tokenizer",
+    "sources_key",
 ]

@@ -20,6 +20,7 @@ import numpy as np
 from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
+from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.input_processor import score_requests, scores_of
 from pallas_paged.engine.requests.request import (
     Event,
@@ -179,6 +180,10 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """Return the counters of the engine so far."""
         return await self._call(self._engine.stats)
+
+    async def pool_map(self) -> list[PoolMap]:
+        """Return which request holds which page, for each replica, as `Engine.pool_map`."""
+        return await self._call(self._engine.pool_map)
 
     async def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]

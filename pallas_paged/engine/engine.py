@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from pallas_paged.engine.device.executor import EngineDeadError, interrupts_held
 from pallas_paged.engine.device.runner import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
+from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
@@ -157,9 +158,8 @@ class Engine:
             ValueError: it is not a request of this engine.
         """
         self._check_alive()
-        request = self.replicas.find(request)
         with interrupts_held():
-            self.replicas.abort(request)
+            self.replicas.abort(self.replicas.find(request))
 
     def generate(
         self,
@@ -249,7 +249,6 @@ class Engine:
         self._check_alive()
         if not self.is_sleeping:
             with self._fatal():
-                self.replicas.drain()
                 self.replicas.sleep()
                 self.is_sleeping = True
 
@@ -282,6 +281,10 @@ class Engine:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
         return self.replicas.stats()
 
+    def pool_map(self) -> list[PoolMap]:
+        """Return which request holds which page, for each replica; no device is asked."""
+        return [replica.pool_map() for replica in self.replicas]
+
     def check(self) -> None:
         """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
         self._check_alive()
@@ -306,10 +309,7 @@ class Engine:
         try:
             released = self.replicas.follow()
         except BaseException as error:
-            self._die(error)
-            if not isinstance(error, Exception):
-                raise
-            raise EngineDeadError("process 0 can't be followed", error) from error
+            self._die(error, "process 0 can't be followed")
         if not released:
             self._error = RuntimeError("process 0 has closed it")
             self.replicas.close()
@@ -376,14 +376,14 @@ class Engine:
         except BaseException as error:
             if completed:  # Ctrl-C, which was held back, or nothing is lost
                 raise
-            self._die(error)
-            if not isinstance(error, Exception):
-                raise
-            raise EngineDeadError("a step failed", error) from error
+            self._die(error, "a step failed")
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, error: BaseException, what: str) -> NoReturn:
         self._error = error
         self.replicas.fail(error)
+        if not isinstance(error, Exception):
+            raise error
+        raise EngineDeadError(what, error) from error
 
     def _check_awake(self) -> None:
         self._check_alive()

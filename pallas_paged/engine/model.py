@@ -165,6 +165,10 @@ class Model(Protocol):
     it, parameters that are on the devices of the replica stay sharded as they are, and others are
     replicated.
 
+    For fast starts a model may have `cache_key`, a string that names all that its programs follow
+    from: its code (`sources_key` of its package) and its sizes. Where JAX has a compilation cache,
+    a later process with the same key then loads compiled steps and calls no method of the model.
+
     Attributes:
         vocab_size: number of token ids.
         max_model_len: tokens of the longest sequence that the model is made for.

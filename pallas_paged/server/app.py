@@ -21,17 +21,20 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pallas_paged.engine import AsyncEngine, Tokenizer
+from pallas_paged.engine import AsyncEngine, EngineDeadError, Tokenizer
 from pallas_paged.server.chat_completions import parse_chat, take_conversation
 from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.completions import parse_completion
 from pallas_paged.server.fields import APIError, bad_request, error_of
-from pallas_paged.server.generation import respond
+from pallas_paged.server.generation import engine_dead, respond, shutting_down
 from pallas_paged.server.metrics import HEALTH_SECONDS
+from pallas_paged.server.page.pool import PoolView
 from pallas_paged.server.service import ServerConfig, Service
 
 _PAGE = Path(__file__).parent / "page"
-_PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+_PAGE_FILES = {"/": "index.html"} | {
+    f"/{name}": name for name in ("page.css", "page.js", "pool.js", "api.js")
+}
 _OPEN_PATHS = ("/health", *_PAGE_FILES)  # need no API key
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -109,6 +112,7 @@ def app_of(service: Service) -> Starlette:
             Route("/detokenize", endpoints.detokenize, methods=post),
             Route("/health", endpoints.health),
             Route("/metrics", endpoints.metrics),
+            Route("/pool", endpoints.pool),
             *(Route(path, endpoints.page) for path in _PAGE_FILES),
         ],
         middleware=[Middleware(_HeaderCheck, service=service)],
@@ -168,6 +172,7 @@ def _digest(key: bytes) -> bytes:
 class _Endpoints:
     def __init__(self, service: Service):
         self._service = service
+        self._pool = PoolView(service.engine, service.engine.engine.config.page_size)
         self._model = {
             "id": service.config.served_model_name,
             "object": "model",
@@ -175,6 +180,7 @@ class _Endpoints:
             "owned_by": "pallas_paged",
             "max_model_len": service.max_model_len,
             "has_chat_template": service.chat_template is not None,
+            "has_tokenizer": service.has_tokenizer,
         }
 
     async def chat_completions(self, request: Request) -> Response:
@@ -237,6 +243,14 @@ class _Endpoints:
 
     async def metrics(self, _: Request) -> Response:
         return Response(await self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def pool(self, _: Request) -> Response:
+        try:
+            return Response(await self._pool.read(), media_type="application/json")
+        except EngineDeadError as error:
+            raise engine_dead(self._service, error) from None
+        except RuntimeError:
+            raise shutting_down() from None
 
     async def page(self, request: Request) -> Response:
         name = _PAGE_FILES[request.scope["path"]]

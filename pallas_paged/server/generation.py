@@ -96,7 +96,7 @@ class Generation:
     async def _run(self, consume: Consume) -> None:
         service, call = self._service, self._call
         if service.is_draining:
-            raise _shutting_down()
+            raise shutting_down()
         with service.admission.admit(call.num_prompts * call.params.num_seqs):
             prompts = await service.encode(call.encode, call.num_characters)
             self._submit(prompts)
@@ -104,7 +104,7 @@ class Generation:
                 await self._watch(consume, prompts)
             except EngineDeadError as error:
                 service.metrics.finished("error")
-                raise self._dead(error) from None
+                raise engine_dead(self._service, error) from None
             except APIError:
                 service.metrics.finished("timeout" if self._ended == "timeout" else "error")
                 raise
@@ -128,10 +128,10 @@ class Generation:
             code = "context_length_exceeded" if is_too_long else None
             raise APIError(400, str(error), param=field_of(str(error)), code=code) from None
         except EngineDeadError as error:
-            raise self._dead(error) from None
+            raise engine_dead(self._service, error) from None
         except RuntimeError:
             self._close()
-            raise _shutting_down() from None
+            raise shutting_down() from None
 
     async def _watch(self, consume: Consume, prompts: Sequence[Prompt]) -> None:
         """Consume all streams; end them early when the client leaves or the time is up."""
@@ -188,14 +188,17 @@ class Generation:
         if self._ended == "timeout":
             seconds = self._service.config.request_timeout
             raise APIError(504, f"the request took more than {seconds:g} s")
-        raise _shutting_down()
-
-    def _dead(self, error: EngineDeadError) -> APIError:
-        self._service.metrics.error = error
-        return APIError(500, "the engine is dead; restart the server", code="engine_dead")
+        raise shutting_down()
 
 
-def _shutting_down() -> APIError:
+def engine_dead(service: Service, error: EngineDeadError) -> APIError:
+    """Note that the engine is dead, and return what a client gets."""
+    service.metrics.error = error
+    return APIError(500, "the engine is dead; restart the server", code="engine_dead")
+
+
+def shutting_down() -> APIError:
+    """Return what a client gets while the server shuts down."""
     return APIError(503, "the server is shutting down", headers={"connection": "close"})
 
 

@@ -1,10 +1,8 @@
 """Fixtures of the benches' tests, which run on a CPU and check no times."""
 
-import json
-
 import pytest
 
-from bench import shapes, timing
+from bench.measuring import cli, shapes, timing
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +29,12 @@ def clock(monkeypatch) -> None:
 
 @pytest.fixture
 def dry_run(tmp_path, capsys):
-    """Runs a bench; returns its numbers and tables, which it writes to files and prints too."""
+    """Runs a bench; returns its numbers, which it writes to a file, and the tables it prints."""
 
     def run(bench, *args: str) -> tuple[dict, str]:
-        files = {name: tmp_path / name for name in ("json", "markdown")}
-        paths = [x for name, path in files.items() for x in (f"--{name}", str(path))]
-        found, tables = bench.main([*args, *paths]), files["markdown"].read_text()
-        assert json.loads(files["json"].read_text()) == json.loads(json.dumps(found))
-        assert tables in capsys.readouterr().out
-        return found, tables
+        path = tmp_path / "run.json"
+        found = bench.main([*args, "--json", str(path)])
+        assert path.read_text() == cli.as_json(found)
+        return found, capsys.readouterr().out
 
     return run

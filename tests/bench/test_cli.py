@@ -2,17 +2,12 @@
 
 import pytest
 
-from bench import (
-    decode,
-    decode_step,
-    long_prompt,
-    offline,
-    parallel_programs,
-    quality,
-    trainer,
-    tune,
-)
-from bench.serving import cli as serving
+from bench import tune
+from bench.decode import __main__ as decode
+from bench.parallel import programs as parallel_programs
+from bench.serving import __main__ as serving
+from bench.serving import long_prompt, quality, start, trainer
+from bench.steps import __main__ as decode_step
 
 TINY = "--shape tiny"
 BAD = [
@@ -22,7 +17,7 @@ BAD = [
     *((serving, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--requests 0", "--json no/x")),
     *((serving, f"{TINY} {args}") for args in ("--transformers-requests 0", "--prefix-share 2")),
     (decode_step, "--shapes tiny --rows 0"),
-    *((offline, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--runs 0")),
+    *((start, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--page-size 0")),
     (trainer, f"{TINY} --num-seqs 0"),
     (long_prompt, f"{TINY} --lengths 999999"),
     *((parallel_programs, args) for args in ("--rows 0", "--length 0")),

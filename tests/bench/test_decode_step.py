@@ -5,8 +5,8 @@ import re
 import jax
 import jax.numpy as jnp
 
-from bench import decode_step
-from bench.serving import gap, step
+from bench.steps import __main__ as decode_step
+from bench.steps import gap, step
 from tests.bench.fakes import rows
 
 TINY = ["--shapes", "tiny", "--rows", "2", "--length", "16", "--steps", "4"]

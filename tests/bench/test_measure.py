@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from bench import cascade, measure, peers, report, timing
-from bench.kv_dtypes import with_dtype
-from bench.measure import Variant
-from bench.shapes import TINY, make_case
+from bench.decode import cascade, peers
+from bench.measuring import calls, measure, timing
+from bench.measuring.kv_dtypes import with_dtype
+from bench.measuring.measure import Variant
+from bench.measuring.shapes import TINY, make_case
 from tests.bench.fakes import FAILED, WRONG, ok
 from tests.support import raw
 
@@ -110,15 +111,15 @@ def test_equal_programs_are_measured_once(monkeypatch) -> None:
     assert [found[name]["variant"] for name in finders] == ["None", "xla", "xla"]
     assert len(timed) == (2 if jax.default_backend() == "cpu" else 3)
     assert found["off"]["relative_l2"] != found["xla"]["relative_l2"]
-    assert report.chosen(found["xla"]) == "xla"
+    assert calls.chosen(found["xla"]) == "xla"
 
 
 CALLS = {"mosaic_gpu_v2": "mosaic", "__gpu$xla.gpu.triton": "triton", "cu_threefry": "xla"}
 
 
 def test_results_name_their_implementation_and_the_best_is_the_fastest_right_one() -> None:
-    assert {call: report.chosen(ok(1.0, call)) for call in CALLS} == CALLS
-    assert report.chosen(None) == report.chosen(FAILED) == "-"
+    assert {call: calls.chosen(ok(1.0, call)) for call in CALLS} == CALLS
+    assert calls.chosen(None) == calls.chosen(FAILED) == "-"
     slow, fast = ok(9), ok(5) | {"kernel_us": None}
     assert measure.best([FAILED, WRONG, slow, fast]) is fast
     assert measure.best([FAILED, WRONG]) is WRONG

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import parallel_programs
-from bench.parallel_model import Collective, Rates, decode_step
-from bench.parallel_programs import compiled_collectives, read_collectives
+from bench.parallel import programs as parallel_programs
+from bench.parallel.model import Collective, Rates, decode_step
+from bench.parallel.programs import compiled_collectives, read_collectives
 from bench.serving.models import SHAPES
 from models.decoder import Decoder
 from models.decoder.sharding import config_on, param_specs

@@ -5,10 +5,15 @@ import argparse
 import pytest
 
 import pallas_paged as pp
-from bench import decode, measure, peers, prefill, prefill_peers, prefill_shapes
-from bench.kv_dtypes import ONE_BYTE, with_dtype
-from bench.options import Options
-from bench.shapes import OPTION_PAIRS, TINY, make_case, uniform
+from bench.decode import __main__ as decode
+from bench.decode import peers
+from bench.measuring import measure
+from bench.measuring.kv_dtypes import ONE_BYTE, with_dtype
+from bench.measuring.options import Options
+from bench.measuring.shapes import OPTION_PAIRS, TINY, make_case, uniform
+from bench.prefill import __main__ as prefill
+from bench.prefill import peers as prefill_peers
+from bench.prefill import shapes as prefill_shapes
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
-from bench import profiler, timing
+from bench.measuring import profiler, timing
 
 
 def plane(name: str, names: list[str], stat: str, *lines: tuple) -> str:

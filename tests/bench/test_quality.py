@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import quality
+from bench.serving import quality
 from bench.serving.models import random_model
 from models.decoder import Decoder, dense_attend, load_checkpoint, save_checkpoint
 from models.text import save_byte_tokenizer

@@ -1,15 +1,19 @@
-"""Summaries, tables and charts of results that a GPU might have given."""
+"""Summaries and tables of results that a GPU might have given."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from bench import decode_report, decode_step, kv_dtypes, peers_torch, prefill_report, quality
-from bench.serving import gap
+from bench.decode import report as decode_report
+from bench.measuring import kv_dtypes
+from bench.peers import __main__ as peers_torch
+from bench.prefill import __main__ as prefill
+from bench.serving import quality
 from bench.serving import report as serving_report
 from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import describe_trace, make_trace
+from bench.steps import __main__ as decode_step
+from bench.steps import gap
 from tests.bench.fakes import FAILED, META, WRONG, ok, ours
 
 GIB = 1 << 30
@@ -38,7 +42,7 @@ def decode_run() -> dict:
         {"num_bytes": size, "status": "ok", "kernel_us": {"median": us}}
         for size, us in ((GIB, 240.0), (GIB, 250.0), (1 << 20, 2.0), (GIB // 2, 150.0), (9, 60.0))
     ]
-    run = {
+    return {
         "meta": META,
         "floors": floors,
         "shapes": [record("big", GIB, **big), record("small", 1 << 20, **small)],
@@ -52,7 +56,6 @@ def decode_run() -> dict:
             one_byte("more", "int8", 9, ours=ok(80.0)),
         ],
     }
-    return run | decode_report.summarize(floors, run["shapes"], run["one_byte"])
 
 
 @pytest.fixture
@@ -62,8 +65,8 @@ def prefill_run() -> dict:
     short = {**ours("triton", triton=500.0, mosaic=505.0), "mha": FAILED}
     short["cudnn"] = ok(500.0, num_flops=20 * 10**9)
     found = [record("prompt", 10**8, 4 * 10**11, **prompt), record("short", 10**9, 10**10, **short)]
-    run = {"meta": META, "shapes": found, "one_byte": [one_byte("prompt", "int8", 1, ours=ok(12))]}
-    return run | {"summary": prefill_report.summarize(run)}
+    int8 = one_byte("prompt", "int8", 1, ours=ok(12))
+    return {"meta": META, "shapes": found, "one_byte": [int8]}
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def step_run() -> dict:
 
 
 @pytest.fixture
-def serving_run(step_run) -> dict:
+def serving_run() -> dict:
     usage = [Usage(time=float(i), live=10 * i, reserved=100, waits=i < 2) for i in range(5)]
     served = [Served(arrival=0.0, first_token=0.5, finish=4.5, num_tokens=9)] * 8
     extra = {"compilations": 0, "preemptions": 7, "cache_hit_rate": 0.25}
@@ -91,7 +94,6 @@ def serving_run(step_run) -> dict:
         "sizes": {"kv_gib": 2.0, "capacity": 65536, "max_len": 2048},
         "trace": describe_trace(make_trace(3, vocab_size=9, max_len=2048)),
         "systems": {"transformers": {"status": "failed", "reason": "no torch"}, **systems},
-        "decode_step": step_run["results"][0],
     }
 
 
@@ -119,7 +121,7 @@ def quality_run() -> dict:
 
 MARKDOWN = {
     "decode": decode_report.markdown,
-    "prefill": prefill_report.markdown,
+    "prefill": prefill.markdown,
     "torch": peers_torch.markdown,
     "serving": serving_report.markdown,
     "step": lambda run: decode_step.markdown(run, 1),
@@ -132,32 +134,3 @@ def test_summaries_and_tables_are_those_on_record(name, request) -> None:
     """They were checked by hand. After a deliberate change read the new ones and keep them."""
     run = request.getfixturevalue(f"{name}_run")
     assert MARKDOWN[name](run) == (GOLDENS / f"{name}.md").read_text()
-    if "summary" in run:
-        assert rounded(run["summary"]) == json.loads((GOLDENS / f"{name}.json").read_text())
-
-
-def rounded(x):
-    if isinstance(x, dict):
-        return {key: rounded(value) for key, value in x.items()}
-    return float(f"{x:.6g}") if isinstance(x, float) else x
-
-
-@pytest.mark.parametrize(
-    ("name", "plot", "without_times", "error"),
-    [
-        ("decode_run", decode_report.plot, {"floors": []}, "CUPTI"),
-        ("prefill_run", prefill_report.plot, {"shapes": []}, "CUPTI"),
-        ("serving_run", serving_report.plot, {"systems": {}}, "nothing to plot"),
-        ("step_run", decode_step.plot, {"results": []}, "nothing to plot"),
-    ],
-    ids=["decode", "prefill", "serving", "decode step"],
-)
-def test_chart_is_a_png_and_needs_times(
-    name, plot, without_times, error, request, tmp_path
-) -> None:
-    run = request.getfixturevalue(name)
-    with pytest.raises(ValueError, match=error):
-        plot(run | without_times, tmp_path / "none.png")
-    pytest.importorskip("matplotlib")
-    plot(run, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -5,9 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from bench import cascade, decode, kv_dtypes, prefill_shapes
-from bench.options import Options
-from bench.shapes import OPTION_PAIRS, SHAPES, uniform
+from bench.decode import __main__ as decode
+from bench.decode import cascade
+from bench.measuring import kv_dtypes
+from bench.measuring.options import Options
+from bench.measuring.shapes import OPTION_PAIRS, SHAPES, uniform
+from bench.prefill import shapes as prefill_shapes
 
 GIB = 1 << 30
 L2_BYTES = 60e6  # of an H200

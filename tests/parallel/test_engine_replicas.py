@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from pallas_paged.engine import Engine
+from pallas_paged.engine import Engine, PoolMap
 from pallas_paged.engine.device.runner import modes_for
 from tests.support.devices import mesh
 from tests.support.engine_calls import (
@@ -68,6 +68,16 @@ def test_replicas_share_requests_and_give_the_tokens_of_one(alone, sizes):
         leaves = jax.tree.leaves((replica.weights.leaves, replica.runner.executor.state))
         assert all(leaf.sharding.device_set == devices for leaf in leaves)
     assert_every_page_is_free(engine)
+
+
+def test_every_replica_has_a_map_of_its_pages():
+    engine = replicated()
+    numbers = [request.number for request in submit(engine, PROMPTS[:2], greedy())]
+    for _ in range(2):
+        step(engine)
+    owners = [{*pool_map.owners.tolist()} - {PoolMap.FREE} for pool_map in engine.pool_map()]
+    assert owners == [{number} for number in numbers]
+    run(engine)
 
 
 def test_samples_and_beams_of_a_request_stay_on_one_replica():

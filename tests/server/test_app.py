@@ -14,7 +14,7 @@ from pallas_paged.server.fields import APIError
 from pallas_paged.server.service import Admission
 from tests.support.servers import make_service, metric_values, small_engine
 
-PATHS = ("/v1/models", "/metrics", "/tokenize", "/none")
+PATHS = ("/v1/models", "/metrics", "/pool", "/tokenize", "/none")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_request_needs_one_of_the_keys(make):
     assert answer.headers["content-type"].startswith("text/plain; version=")
     refused = metric_values(answer.content)['http_errors_total{status="401"}']
     assert refused == len((*bad, "é")) * len(PATHS)
-    for path in ("/", "/page.js", "/page.css", "/health"):
+    for path in ("/", "/api.js", "/page.js", "/pool.js", "/page.css", "/health"):
         assert client.get(path).status_code == 200
 
 
@@ -114,14 +114,15 @@ def test_the_model_is_described(make):
     assert client.get("/v1/models/a/b").json() == model
     assert abs(model.pop("created") - time.time()) < 60
     expected = {"id": "a/b", "object": "model", "owned_by": "pallas_paged", "max_model_len": 256}
-    assert model == expected | {"has_chat_template": True}
+    assert model == expected | {"has_chat_template": True, "has_tokenizer": True}
     (model,) = make(has_texts=False)[1].get("/v1/models").json()["data"]
-    assert model["has_chat_template"] is False
+    assert model["has_chat_template"] is model["has_tokenizer"] is False
 
 
 def test_files_of_the_page(make):
     _, client = make()
-    kinds = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+    kinds = {"index.html": "text/html", "page.css": "text/css"}
+    kinds |= dict.fromkeys(("api.js", "page.js", "pool.js"), "text/javascript")
     policy = (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
         " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -96,8 +96,7 @@ def _rows_kernel(
         return inputs.counters.at[pl.ds(first + 16 * part, 1)]
 
     def squares_of(group):
-        size = num_programs * GROUP_ROWS
-        return outputs.squares.at[pl.ds((part * num_consumers + group) * size, size)]
+        return outputs.squares.at[part * num_consumers + group]
 
     def store(ref, columns, values):
         store_rows(ref.at[rows, columns], values, group=group, interpret=interpret)
@@ -155,7 +154,7 @@ def _rows_kernel(
         lax.fori_loop(0, at_once, send, jnp.int32(0))
         first = at_once
         if squares is not None:
-            num_rounds = pl.cdiv(squares.shape[0], _LOADS * SUMS)
+            num_rounds = pl.cdiv(squares.shape[0], _LOADS)
             per_round = (count - at_once) // num_rounds
             for _ in sum_squares(squares, scratch.sums.at[0], at_once=_LOADS):
                 lax.fori_loop(first, first + per_round, send, jnp.int32(0))
@@ -235,7 +234,10 @@ def _rows_kernel(
         x32 = x.astype(jnp.float32)
         scaled = x32 * ops.bcast(norm.astype(jnp.float32), x32, 1)
         store(outputs.x, own, scaled.astype(dtype))
-        sums = squares_of(group).at[pl.ds(program * GROUP_ROWS, GROUP_ROWS)]
+        if num_programs == 1:  # interpreted: the sums of three more programs are 0
+            squares_of(group)[...] = jnp.zeros((1, SUMS), jnp.float32)
+        place = lax.div(program, 4), pl.ds(lax.rem(program, 4) * GROUP_ROWS, GROUP_ROWS)
+        sums = squares_of(group).at[place]
         squares = jnp.where(ops.iota(x32.shape, 1, ops.WGMMA) < num_own, x32 * x32, 0.0)
         ops.store(sums, jnp.sum(squares, axis=1))
         return used, x, scaled

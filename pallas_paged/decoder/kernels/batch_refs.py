@@ -47,7 +47,7 @@ class BatchOutputs:
     out: Any  # [R, N], or the norm [R, E]
     x: Any  # [R, E], the residual times the weight of a norm
     hidden: Any  # [R, F]
-    squares: Any  # f32[num_parts * num_consumers * num_programs * 64], sums of each row
+    squares: Any  # f32[num_parts * num_consumers, num_programs / 4, SUMS], sums of each row
 
 
 @pytree
@@ -70,14 +70,14 @@ class BatchScratch:
 def output_types(inputs: BatchInputs, config: DecoderBatchConfig) -> BatchOutputs:
     """Return the types of the results, in device memory."""
     (num_rows, size), dtype = inputs.residual.shape, inputs.residual.dtype
-    num_sums = config.num_parts * config.num_consumers * config.num_programs
+    num_groups = config.num_parts * config.num_consumers
     out_size = size if inputs.qkv is None else inputs.qkv.shape[0]
     return BatchOutputs(
         residual=result_shape((num_rows, size), dtype),
         out=result_shape((num_rows, out_size), dtype),
         x=result_shape((num_rows, size), dtype),
         hidden=result_shape((num_rows, inputs.gate_up.shape[0]), dtype),
-        squares=result_shape((num_sums * GROUP_ROWS,), jnp.float32),
+        squares=result_shape((num_groups, -(-config.num_programs // 4), SUMS), jnp.float32),
     )
 
 

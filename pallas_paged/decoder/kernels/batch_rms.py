@@ -24,24 +24,22 @@ def sum_squares(squares: Any, sums: Any, *, at_once: int) -> Iterator[None]:
     This is a generator: whenever it yields, loads are in flight.
 
     Args:
-        squares: ref f32 `[n]` to device memory, 64 sums of each program.
+        squares: ref f32 `[n, SUMS]` to device memory, 64 sums of each program.
         sums: ref f32 `[SUMS]` to shared memory.
-        at_once: loads of a thread.
+        at_once: rows of `squares` that are in flight.
     """
-    (count,) = squares.shape
-    if count == GROUP_ROWS:  # one program, interpreted
-        layout = plgpu.Layout.WG_STRIDED((GROUP_ROWS,), vec_size=1)
-        sums[...] = jnp.zeros(SUMS, jnp.float32)
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((1, SUMS), (SUMS // 4,), (2,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+    total = ops.full((SUMS,), 0.0, layout.reduce(0))
+    for first in range(0, squares.shape[0], at_once):
+        rows = pl.ds(first, min(at_once, squares.shape[0] - first))
+        loaded = ops.load(squares.at[rows], layout)  # one array: each costs time to compile
         yield
-        sums.at[pl.ds(0, GROUP_ROWS)][...] = ops.load(squares, layout)
-        return
-    layout = plgpu.Layout.WG_STRIDED((SUMS,), vec_size=2)
-    starts = range(0, count, SUMS)
-    total = ops.full((SUMS,), 0.0, layout)
-    for i in range(0, len(starts), at_once):
-        loaded = [ops.load(squares.at[pl.ds(j, SUMS)], layout) for j in starts[i : i + at_once]]
-        yield
-        total = functools.reduce(operator.add, loaded, total)
+        total += jnp.sum(loaded, axis=0)
     sums[...] = total
     plgpu.commit_smem()
 

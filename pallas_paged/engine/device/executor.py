@@ -22,6 +22,7 @@ from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
+from pallas_paged.engine.device.program_cache import ProgramCache
 from pallas_paged.engine.device.state import (
     Batch,
     EngineState,
@@ -156,13 +157,13 @@ class Executor:
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
         self._counts: TokenCounts | None = None
         shardings = None if placement.mesh is None else Shardings.of(self.state)
-        self._step = make_step(
-            model,
-            weights.structure,
-            AttentionKernels(config.implementation, config.interpret),
-            shardings,
-        )
+        kernels = AttentionKernels(config.implementation, config.interpret)
+        self._step = make_step(model, weights.structure, kernels, shardings)
         mesh = placement.mesh
+        self._programs: dict[Any, jax.stages.Compiled] = {}  # of the batches of a kind
+        self._program_cache = None
+        if mesh is None and followers is None:
+            self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots
         self._count_tokens = _count_tokens
@@ -182,10 +183,11 @@ class Executor:
     @_followed
     def step(self, batch: Batch) -> StepOutput:
         """Dispatch a batch."""
-        counts = self._make_counts() if batch.mode.penalties else None
-        self.state, counts, output = self._step(
-            self.weights.leaves, self.state, counts, batch, self._peers
-        )
+        kind = _kind(batch)
+        if self._program_cache is not None and kind not in self._programs and not self._load(batch):
+            self._keep(batch, self.lower(batch).compile())
+        step = self._programs.get(kind, self._step)
+        self.state, counts, output = step(*self._arguments(batch))
         if counts is not None:
             self._counts = counts
         return output
@@ -235,30 +237,53 @@ class Executor:
     def compile(self, batches: Sequence[Batch], progress: bool = False) -> None:
         """Compile the steps of batches, in threads; show a bar on stderr if `progress`.
 
-        They are lowered in order, one after another. Threads that trace a function of both at once
-        get a copy each, so a step's program and its key in JAX's compilation cache would depend on
-        the timing.
+        Those that `ProgramCache` lacks are lowered in order, one after another. Threads that trace
+        a function of both at once get a copy each, so a step's program and its key in JAX's
+        compilation cache would depend on the timing.
         """
         # Compilers of several processes may wait for one another, so they go in the same order.
         threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
         threads = 1 if self.placement.num_processes > 1 else threads
-        remaining, lowering = iter(batches), threading.Lock()
+        if any(batch.mode.penalties for batch in batches):
+            self._make_counts()
+        lowering = threading.Lock()
 
         def compile_next(_: Batch) -> None:
             with lowering:
-                lowered = self.lower(next(remaining))
-            lowered.compile()
+                batch = next(remaining)
+                lowered = self.lower(batch)
+            self._keep(batch, lowered.compile())
 
         with ThreadPoolExecutor(threads) as pool:
-            done = pool.map(compile_next, batches)
-            for _ in progress_bar(done, len(batches), "compilation", progress):
+            loaded = pool.map(self._load, batches)
+            missing = [one for one, found in zip(batches, loaded, strict=True) if not found]
+            remaining = iter(missing)
+            done = pool.map(compile_next, missing)
+            for _ in progress_bar(done, len(missing), "compilation", progress):
                 if self.followers is not None:
                     self.followers.check()
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the step of a batch."""
+        return self._step.lower(*self._arguments(batch))  # type: ignore[attr-defined]
+
+    def _arguments(self, batch: Batch) -> tuple[Any, ...]:
         counts = self._make_counts() if batch.mode.penalties else None
-        return self._step.lower(self.weights.leaves, self.state, counts, batch, self._peers)  # type: ignore[attr-defined]
+        return self.weights.leaves, self.state, counts, batch, self._peers
+
+    def _load(self, batch: Batch) -> bool:
+        """Load the step of a batch; return whether it was in `ProgramCache`."""
+        if self._program_cache is None:
+            return False
+        if (program := self._program_cache.load(self._arguments(batch))) is not None:
+            self._programs[_kind(batch)] = program
+        return program is not None
+
+    def _keep(self, batch: Batch, program: jax.stages.Compiled) -> None:
+        """Keep the step of a batch for later processes."""
+        if self._program_cache is not None:
+            self._program_cache.save(self._arguments(batch), program)
+            self._programs[_kind(batch)] = program
 
     def trace(self, batch: Batch) -> None:
         """Trace the step of a batch, so that a model that it can't run fails now."""
@@ -297,3 +322,9 @@ class Executor:
 
 
 _count_tokens = jax.jit(set_token_counts, donate_argnums=0)
+
+
+def _kind(batch: Batch) -> tuple[Any, ...]:
+    """Return what batches of one program have in common."""
+    num_tokens = None if batch.chunks is None else batch.chunks.token_ids.size
+    return batch.decode_slots.size, num_tokens, batch.mode, batch.max_num_steps

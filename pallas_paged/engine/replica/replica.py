@@ -13,6 +13,7 @@ from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.runner import ModelRunner
 from pallas_paged.engine.device.step import StepOutput
+from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request
@@ -160,6 +161,10 @@ class Replica:
     def stats(self) -> EngineStats:
         """Return the counters so far."""
         return stats_of([self])
+
+    def pool_map(self) -> PoolMap:
+        """Return which request holds which page of the pool."""
+        return self.scheduler.pages.pool_map(self.scheduler.running)
 
     def count_idle_pages(self) -> None:
         """Count the pages anew where nothing runs: the newest report may be older than an abort."""

@@ -262,7 +262,8 @@ class Replicas:
         self._router.reset()
 
     def sleep(self) -> None:
-        """Free the pools, with nothing in flight."""
+        """Read all calls in flight, and free the pools."""
+        self.drain()
         for replica in self._all:
             replica.sleep()
         self._router.reset()

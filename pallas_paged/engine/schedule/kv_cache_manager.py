@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pallas_paged.checks import INT32_MAX
+from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
@@ -211,6 +214,25 @@ class KVCacheManager:
         self.update.retained += self._cache.insert(
             sequence.lease, tokens, pages, blocks=sequence.block_hashes
         )
+
+    def pool_map(self, running: Iterable[Sequence]) -> PoolMap:
+        """Return which request holds which page, given the running sequences."""
+        owners = np.full(self.num_pages, PoolMap.FREE, np.int32)
+        num_holders = np.zeros(self.num_pages, np.int32)
+        num_tokens = {}
+        if self._cache is not None:
+            owners[np.array(self._cache.pages, np.int32)] = PoolMap.CACHED
+        for one in running:
+            # What lies before the window is free, or only cached.
+            first = max(0, one.num_stored - self._window) // self.page_size if self._window else 0
+            pages = np.array(one.pages[first:], np.int32)
+            owners[pages] = one.request.number
+            num_holders[pages] += 1
+            # A fork's copy of the partial page is known when a call has written to it.
+            if one.num_stored % self.page_size and len(one.pages) == self.pages_for(one.num_stored):
+                num_tokens[one.pages[-1]] = one.num_stored % self.page_size
+        owners[num_holders > 1] = PoolMap.SHARED
+        return PoolMap(owners=owners, num_tokens=num_tokens)
 
     def reset_prefix_cache(self, running: Iterable[Sequence]) -> None:
         """Empty the prefix cache; running sequences keep their pages, which stay uncached."""

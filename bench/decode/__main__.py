@@ -1,0 +1,123 @@
+"""Time one decode step of `paged_attention` per shape, beside its peers and the GPU's read floor.
+
+Run `python -m bench.decode --help`; bench/README.md explains each number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pallas_paged as pp
+from bench.decode import peers
+from bench.decode import report as decode_report
+from bench.measuring import calls, cli, kv_dtypes, timing
+from bench.measuring.measure import Variant, compare, measure_floor
+from bench.measuring.options import PLAIN, Options
+from bench.measuring.shapes import (
+    OPTION_PAIRS,
+    SHAPES,
+    TINY,
+    TINY_PAIR,
+    Shape,
+    make_case,
+    select_shapes,
+)
+
+
+def select_pairs(filters: Sequence[str]) -> list[tuple[Shape, Shape]]:
+    """(shape with options, plain shape) of those whose name has one of the filters."""
+    first = [shape for shape, _ in OPTION_PAIRS]
+    chosen = {shape.name for shape in select_shapes(filters, first, TINY_PAIR[0])}
+    return [pair for pair in (*OPTION_PAIRS, TINY_PAIR) if pair[0].name in chosen]
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace, *, with_peers: bool) -> dict:
+    """Measure one shape by all implementations."""
+    finders: dict[str, Callable[[], list[Variant]]] = {
+        name: functools.partial(peers.ours, pp.paged_attention, implementation, shape.options)
+        for name, implementation in peers.implementations(args.implementation).items()
+    }
+    if with_peers and shape.options in (PLAIN, Options(soft_cap=shape.options.soft_cap)):
+        finders["jax_op"] = functools.partial(peers.jax_op, shape)
+    if with_peers and shape.options == PLAIN and shape.itemsize > 1:
+        finders |= {"xla_gather": peers.xla_gather, "cudnn_paged": peers.cudnn_paged}
+    results = compare(make_case(shape), finders, args.iterations)
+    return cli.describe(shape) | {"results": results}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the tables and return the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = cli.make_parser("bench.decode", __doc__)
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--options",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also measure the cost of each option",
+    )
+    kv_dtypes.add_argument(parser)
+    args = parser.parse_args(argv)
+    cli.check_arguments(
+        parser,
+        args,
+        lambda filters: select_shapes(filters) + select_pairs(filters),
+        (*SHAPES, TINY, *(shape for shape, _ in OPTION_PAIRS), TINY_PAIR[0]),
+    )
+    # A large read, so that the ceiling does not depend on the selected shapes.
+    floors = [measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=args.iterations)]
+    run: dict[str, Any] = {
+        "meta": timing.describe_run("bench.decode", argv),
+        "floors": floors,
+        "shapes": [],
+        "options": [],
+        "one_byte": [],
+    }
+
+    def with_floor(shape: Shape) -> dict:
+        if all(floor["num_bytes"] != shape.num_bytes for floor in floors[1:]):
+            floors.append(
+                measure_floor(
+                    shape.num_bytes,
+                    num_sets=shape.num_sets,
+                    num_calls=shape.num_calls,
+                    iterations=args.iterations,
+                )
+            )
+        return measure_shape(shape, args, with_peers=args.peers)
+
+    def progress(result: dict, seconds: float) -> str:
+        return calls.progress(result, decode_report.NAMES, seconds)
+
+    plain: dict[str, dict] = {}
+
+    def with_base(pair: tuple[Shape, Shape]) -> dict:
+        shape, base = pair
+        plain.update({result["name"]: result for result in run["shapes"]})
+        if base.name not in plain:
+            plain[base.name] = measure_shape(base, args, with_peers=False)
+        found = {"name": base.name, "results": plain[base.name]["results"]}
+        return measure_shape(shape, args, with_peers=args.peers) | {"base": found}
+
+    def one_byte(pair: tuple[Shape, str]) -> dict:
+        shape, base = pair
+        return with_floor(shape) | {"base": base}
+
+    shapes = select_shapes(args.shapes)
+    if "bf16" in args.kv_dtypes:
+        cli.measure_each(run["shapes"], shapes, with_floor, progress, run, args)
+    pairs = kv_dtypes.one_byte(shapes, args.kv_dtypes)
+    cli.measure_each(run["one_byte"], pairs, one_byte, progress, run, args)
+    if "bf16" in args.kv_dtypes and args.options:
+        pairs_of_options = select_pairs(args.shapes)
+        cli.measure_each(run["options"], pairs_of_options, with_base, progress, run, args)
+    print(decode_report.markdown(run))
+    return run
+
+
+if __name__ == "__main__":
+    main()

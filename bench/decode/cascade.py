@@ -1,0 +1,94 @@
+"""Time `cascade_attention` on sequences that share a prefix, beside `paged_attention`.
+
+Run `python -m bench.decode.cascade --help`; bench/README.md explains each number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pallas_paged as pp
+from bench.decode.peers import ours
+from bench.measuring import calls, cli, timing
+from bench.measuring.measure import Variant, compare, measure_floor
+from bench.measuring.shapes import Shape, make_case, select_shapes
+
+NAMES = {"cascade": "cascade_attention", "paged": "paged_attention", "floor": "read only"}
+
+
+def _shared(num_seqs: int, prefix: int, own: int) -> Shape:
+    return Shape(
+        name=f"{num_seqs}x{own} after {prefix} shared 32/8/128/16",
+        seq_lens=(prefix + own,) * num_seqs,
+        shared_prefix=prefix,
+    )
+
+
+SHAPES = tuple(_shared(64, prefix, own) for prefix in (8192, 32768) for own in (128, 1024))
+# Small enough for a CPU; runs only when named.
+TINY = Shape(
+    name="tiny",
+    seq_lens=(9, 20, 13),
+    shared_prefix=8,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    page_size=4,
+)
+
+
+def _paged_attention(q, layer, block_table, seq_lens, prefix_lens, cu_group_sizes, **options):
+    """Read the prefix again for each sequence."""
+    return pp.paged_attention(q, layer, block_table, seq_lens, **options)
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
+    """Measure one shape: both calls and the read floor."""
+    case = make_case(shape)
+    finders: dict[str, Callable[[], list[Variant]]] = {
+        "cascade": functools.partial(ours, pp.cascade_attention, args.implementation),
+        "paged": functools.partial(ours, _paged_attention, args.implementation),
+    }
+    results = compare(case, finders, args.iterations)
+    del case  # free the pages before the floor takes its memory
+    floor = measure_floor(
+        shape.num_bytes,
+        num_sets=shape.num_sets,
+        num_calls=shape.num_calls,
+        iterations=args.iterations,
+    )
+    return cli.describe(shape) | {"floor": floor, "results": results}
+
+
+def markdown(run: dict) -> str:
+    """The table and the provenance of its numbers."""
+    shapes = [
+        shape | {"results": shape["results"] | {"floor": shape["floor"]}} for shape in run["shapes"]
+    ]
+    return calls.markdown({"": shapes}, NAMES, run["meta"])
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and return the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
+    parser = cli.make_parser("bench.decode.cascade", __doc__)
+    args = parser.parse_args(argv)
+    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
+    run: dict[str, Any] = {"meta": timing.describe_run("bench.decode.cascade", argv), "shapes": []}
+    measure = functools.partial(measure_shape, args=args)
+
+    def progress(shape: dict, seconds: float) -> str:
+        return calls.progress(shape, NAMES, seconds)
+
+    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    print(markdown(run))
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How the benches measure: times, floors, references, shapes, and the cells of tables."""

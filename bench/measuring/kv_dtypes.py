@@ -1,0 +1,50 @@
+"""The dtypes of K/V that the benches compare: bf16, int8 and fp8."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from bench.measuring.shapes import Shape
+from pallas_paged.engine.device.pool import KV_CACHE_DTYPES
+
+ONE_BYTE = ("int8", "fp8")
+NAMES = {"bf16": "bfloat16"} | {name: KV_CACHE_DTYPES[name] for name in ONE_BYTE}
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--kv-dtypes`; int8 and fp8 share a table of their own."""
+    parser.add_argument(
+        "--kv-dtypes",
+        nargs="+",
+        choices=NAMES,
+        default=list(NAMES),
+        help="dtypes of K and V; without bf16 only the int8/fp8 table; default: all",
+    )
+
+
+def with_dtype(shape: Shape, name: str) -> Shape:
+    """A bf16 shape with K/V of another dtype."""
+    if name == "bf16":
+        return shape
+    return dataclasses.replace(shape, name=f"{shape.name} {name}", kv_dtype=NAMES[name])
+
+
+def one_byte(shapes: Sequence[Shape], kv_dtypes: Sequence[str]) -> list[tuple[Shape, str]]:
+    """(shape with int8 or fp8 K/V, name of the bf16 shape) for each such dtype in `kv_dtypes`."""
+    return [
+        (with_dtype(shape, name), shape.name)
+        for shape in shapes
+        for name in ONE_BYTE
+        if name in kv_dtypes
+    ]
+
+
+def rows(run: dict) -> Iterator[tuple[dict | None, dict[str, dict]]]:
+    """(bf16 record or None, records by dtype name) of each shape measured with int8 or fp8 K/V."""
+    plain = {record["name"]: record for record in run["shapes"]}
+    for base in dict.fromkeys(record["base"] for record in run["one_byte"]):
+        found = [record for record in run["one_byte"] if record["base"] == base]
+        by_name = {name: r for name in ONE_BYTE for r in found if r["kv_dtype"] == NAMES[name]}
+        yield plain.get(base), by_name

@@ -1,0 +1,1 @@
+"""How attention, decode steps and serving scale over GPUs."""

@@ -1,0 +1,1 @@
+"""How fast libraries outside JAX are."""

@@ -1,0 +1,1 @@
+"""What was measured, as JSON, and the program that makes tables, charts and docs of it."""

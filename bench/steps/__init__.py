@@ -1,0 +1,1 @@
+"""How long a decode step of a model takes, and its sampling."""

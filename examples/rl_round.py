@@ -2,7 +2,7 @@
 
 Each round samples completions with the engine, rewards them, makes one step of a policy gradient in
 plain JAX, and gives the engine the new weights. The loss runs the model of the engine, with dense
-attention. docs/engine.md has GRPO with an optimizer, for prompts of several lengths.
+attention. docs/tutorials/rl.md has GRPO with an optimizer, for prompts of several lengths.
 
 Prints the mean reward of each round, which rises.
 """

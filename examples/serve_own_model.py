@@ -1,6 +1,6 @@
 """A JAX model of your own behind OpenAI's endpoints: run `python examples/serve_own_model.py`.
 
-The model has random weights and speaks bytes; docs/server.md says what else the server takes. It
+The model has random weights and speaks bytes. docs/tutorials/serving.md has it step by step. It
 prints its address when it accepts requests, and serves until Ctrl-C. Ask it from another shell:
 
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \

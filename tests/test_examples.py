@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.attention_model import greedy_of_weights
+
 ROOT = Path(__file__).parents[1]
 
 
 def test_readme_names_each_example_and_none_is_longer_than_100_lines():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    paths = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")]
-    assert {f"examples/{path.name}" for path in paths} == {
-        *re.findall(r"examples/\w+\.\w+", readme)
-    }
+    paths = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")]
+    named = {*re.findall(r"examples/[\w/]+\.\w+", readme)}
+    assert {str(path.relative_to(ROOT)) for path in paths} == named
     for path in paths:
         if path.suffix == ".py":
             source = path.read_text(encoding="utf-8")
@@ -57,24 +58,6 @@ def test_the_equinox_samples_share_the_pages_of_their_prefix(capsys):
     assert capsys.readouterr().out == "three samples of 16 tokens in 4 pages\n"
     assert texts.shape == (3, 16) and (texts >= 0).all()
     assert (texts[:, :10] == texts[0, :10]).all() and len({tuple(x) for x in texts.tolist()}) == 3
-
-
-def greedy_of_weights(weights, tokens, num_new, num_heads=4, num_kv_heads=2):
-    """Tokens of a model of attention alone, by NumPy, from a dict of its weights."""
-    weights = {name: np.asarray(x) for name, x in weights.items()}
-    for _ in range(num_new):
-        x = weights["embed"][tokens]
-        for qkv, out in zip(weights["qkv"], weights["out"], strict=True):
-            heads = (x @ qkv).reshape(len(x), num_heads + 2 * num_kv_heads, -1)
-            q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads), axis=1)
-            k, v = (np.repeat(y, num_heads // num_kv_heads, axis=1) for y in (k, v))
-            logits = np.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-            logits = np.where(np.tri(len(x), dtype=bool), logits, -np.inf)
-            weighted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-            weighted /= weighted.sum(axis=-1, keepdims=True)
-            x = x + np.einsum("hqk,khd->qhd", weighted, v).reshape(x.shape) @ out
-        tokens = [*tokens, int((x[-1] @ weights["head"]).argmax())]
-    return tokens[-num_new:]
 
 
 @pytest.mark.usefixtures("exact_products")

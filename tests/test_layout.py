@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.site_hooks import markdown_of
 from pallas_paged.engine.requests.sequence import Sequence
 
 ROOT = Path(__file__).parents[1]
@@ -147,8 +148,10 @@ def test_no_test_module_imports_another_or_conftest():
 
 def test_users_are_told_of_public_names_only():
     """A public name is in the `__all__` of its module: what documents, examples and models use."""
-    users = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")]
+    users = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.py")]
     code = "".join(path.read_text(encoding="utf-8") for path in users)
+    for path in ROOT.glob("examples/notebooks/*.ipynb"):
+        code += markdown_of(path.read_text(encoding="utf-8"))
     models = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("models/**/*.py"))
     pattern = re.compile(r"^from (pallas_paged[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
     for module, names in pattern.findall(code + models):

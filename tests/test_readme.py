@@ -1,5 +1,6 @@
 """The examples of README and docs run as they stand and print what stands below them."""
 
+import json
 import re
 import sys
 import types
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from docs.site_hooks import markdown_of
 from tests.support.attention_cases import TOLERANCE
+from tests.support.attention_model import greedy_of_weights
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.plain_model import greedy_tokens
 
@@ -19,7 +22,8 @@ EXAMPLE = re.compile(r"```python\n(.*?)```\n(?:\n?```text\n(.*?)```\n)?", re.DOT
 
 
 def text_of(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return markdown_of(text) if name.endswith(".ipynb") else text
 
 
 README = text_of("README.md")
@@ -50,7 +54,9 @@ def test_example_of_the_first_page_prints_the_stated_shapes(names, capsys):
 
 @pytest.mark.cpu_budget(9)  # all functions, one program each
 def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
-    assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 2
+    assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 1
+    functions, _, options = text_of("docs/attention.md").partition("## Functions")
+    assert run_examples(functions, names, capsys) == 1
     pp.check_page_table(names["table"])
     given = (names[name] for name in ("q", "k", "v", "slots", "cu_q_lens"))
     q, k, v, slots, cu_q_lens = map(np.asarray, given)
@@ -58,7 +64,7 @@ def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
     num_free = int(names["table"].num_free)
     assert_close(names["out"], attend(q, *before, cu_q_lens, sliding_window=64)[0])
 
-    assert run_examples(text_of("docs/attention.md"), names, capsys) == 0
+    assert run_examples(options, names, capsys) == 0
     pp.check_page_table(names["table"])
     after = arrays_of(names["layer"], names["table"])
     assert int(names["smaller"].num_free) == num_free + 4  # one page of each row
@@ -94,35 +100,13 @@ def assert_close(actual, expected):
     assert relative_error(actual, expected) <= TOLERANCE["float32"]
 
 
-@pytest.mark.cpu_budget(5)  # an engine of the demo model
-def test_example_of_serving_prints_the_stated_texts(names, capsys):
+@pytest.mark.cpu_budget(9)  # serves the demo model
+def test_engine_examples_print_the_stated_texts_and_serve_many_clients(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1
-    assert names["engine"].idle
-
-
-@pytest.mark.usefixtures("exact_products")
-@pytest.mark.cpu_budget(14)  # serves and trains
-def test_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, capsys):
-    first, _, rest = text_of("docs/engine.md").partition("## A round of GRPO")
-    assert run_examples(first, names, capsys) == 1
-    model, params = names["model"], names["params"]
-    for output in names["outputs"]:
-        expected = greedy_tokens(model, params, output.prompt_token_ids, 8)
-        assert output.outputs[0].token_ids == expected
-
-    run_examples(rest, names, capsys)
-    rollouts, lens = names["rollouts"], names["rollouts"].lens
-    assert rollouts.mask.sum() == lens.sum() > 0
-    completion_logprobs = jax.jit(names["completion_logprobs"])
-    by_loss = completion_logprobs(names["old_params"], rollouts)
-    np.testing.assert_allclose(rollouts.logprobs, by_loss, atol=1e-4)
-    np.testing.assert_allclose(names["old_logprobs"], by_loss, atol=1e-4)
-    assert not np.allclose(completion_logprobs(names["params"], rollouts), by_loss, atol=1e-2)
-    assert names["mean_rewards"][-1] > names["mean_rewards"][0] + 0.1
-
-    # Clients of `AsyncEngine` got what the engine itself returns.
+    run_examples(text_of("docs/engine.md"), names, capsys)
     engine, prompts = names["engine"], [*names["prompts"], "JULIET:\n"]
     assert engine.idle and names["text"].strip() and len(names["both"]) == 2
+    # Clients of `AsyncEngine` got what the engine itself returns.
     outputs = engine.generate(prompts, names["greedy"], progress=False)
     texts = [output.outputs[0].text for output in outputs]
     assert names["words"] == [text.split()[:5] for text in texts[:2]]
@@ -132,14 +116,56 @@ def test_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, cap
     engine.check()
 
 
+@pytest.mark.parametrize("name", ["start", "engine"])
+def test_notebooks_have_no_outputs(name):
+    notebook = json.loads((ROOT / f"examples/notebooks/{name}.ipynb").read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.cpu_budget(6)
+def test_tutorial_of_a_decode_loop_ends_with_the_tokens_of_a_larger_pool(names, capsys):
+    assert run_examples(text_of("examples/notebooks/start.ipynb"), names, capsys) == 4
+    for prompt, text, new in zip(names["prompts"], names["texts"], names["more"], strict=True):
+        text = [*text, *(token for token in new[1:].tolist() if token >= 0)]
+        assert text == greedy_of_weights(names["weights"], prompt, len(text))
+    pp.check_page_table(names["cache"].table)
+
+
+@pytest.mark.cpu_budget(6)
+def test_tutorial_of_the_engine_serves_a_plain_model(names, capsys):
+    assert run_examples(text_of("examples/notebooks/engine.ipynb"), names, capsys) == 4
+    model, params = names["model"], names["params"]
+    for output in names["outputs"]:
+        expected = greedy_tokens(model, params, output.prompt_token_ids, 8)
+        assert output.outputs[0].token_ids == expected
+    assert names["engine"].idle
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.cpu_budget(9)  # serves and trains
+def test_tutorial_of_reinforcement_learning_trains_the_demo_model(names, capsys):
+    assert run_examples(text_of("docs/tutorials/rl.md"), names, capsys) == 1
+    rollouts, lens = names["rollouts"], names["rollouts"].lens
+    assert rollouts.mask.sum() == lens.sum() > 0
+    completion_logprobs = jax.jit(names["completion_logprobs"])
+    by_loss = completion_logprobs(names["old_params"], rollouts)
+    np.testing.assert_allclose(rollouts.logprobs, by_loss, atol=1e-4)
+    np.testing.assert_allclose(names["old_logprobs"], by_loss, atol=1e-4)
+    assert not np.allclose(completion_logprobs(names["params"], rollouts), by_loss, atol=1e-2)
+
+
 def test_example_of_a_chat_template_prints_the_stated_prompt(names, capsys):
     assert run_examples(text_of("docs/models.md"), names, capsys) == 1
 
 
-def test_plain_model_of_the_docs_is_that_of_the_tests():
+def test_plain_model_of_the_tutorials_is_that_of_the_tests():
     source = text_of("tests/support/plain_model.py")
-    model, _, dense = (code.strip() for code, _ in EXAMPLE.findall(text_of("docs/engine.md"))[:3])
-    assert source.startswith(model + "\n") and "\n" + dense + "\n" in source
+    model, _ = EXAMPLE.findall(text_of("examples/notebooks/engine.ipynb"))[0]
+    (dense,) = re.findall(
+        r"```python\n(def dense.*?)```", text_of("docs/tutorials/rl.md"), re.DOTALL
+    )
+    assert source.startswith(model) and "\n" + dense.strip() + "\n" in source
 
 
 def test_readme_is_one_page_and_its_quick_start_two_commands_that_show_progress():
@@ -148,3 +174,10 @@ def test_readme_is_one_page_and_its_quick_start_two_commands_that_show_progress(
     run, test = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     assert "-m models.generate --prompt" in run and "-m pytest" in test
     assert " -q" not in run + test
+
+
+def test_changelog_and_citation_have_the_version_of_the_package():
+    version = re.search(r'^version = "(.*)"$', text_of("pyproject.toml"), re.MULTILINE)[1]
+    newest = re.search(r"^## ([\d.]+|Unreleased)", text_of("CHANGELOG.md"), re.MULTILINE)[1]
+    assert newest in (version, "Unreleased")
+    assert f"\nversion: {version}\n" in text_of("CITATION.cff")

@@ -11,8 +11,10 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_the_navigation_has_every_page_of_docs():
+def test_the_navigation_has_every_page_of_docs_and_every_notebook():
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    notebooks = (ROOT / "examples").rglob("*.ipynb")
+    pages |= {str(path.relative_to(ROOT).with_suffix(".md")) for path in notebooks}
     nav = set(re.findall(r"^ +- .*?([\w/.-]+\.md)", text_of(ROOT / "mkdocs.yml"), re.MULTILINE))
     assert pages <= nav
 

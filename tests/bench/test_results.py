@@ -79,7 +79,7 @@ CELL = re.compile(rf"(?<=\| )\**{DIGITS}\**(?= \|)")
 # What is chosen, not measured, or is of a command on a CPU.
 SETTINGS = (
     *("about 10 ms", "within 10 ms of waiting", "every 16 ms", "250 us times", "600 s for a"),
-    *("more than 30 s", "cut 5 s after", "On two CPU cores"),
+    *("more than 30 s", "closed 5 s after", "On two CPU cores"),
 )
 
 

@@ -1,4 +1,4 @@
-"""docs/server.md: its examples run as they stand, but for the address and the name of the model."""
+"""Examples of docs/server.md and of its tutorial, but for the address and the name of the model."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ DOCS = (ROOT / "docs/server.md").read_text(encoding="utf-8")
 @pytest.mark.cpu_budget(8)  # OpenAI's client, and 60 tokens
 def test_the_example_of_the_docs(server):
     pytest.importorskip("openai")
-    _, code = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     names = {}
     code = code.replace("http://127.0.0.1:8000", server.url).replace('"shakespeare"', '"small"')
     exec(code, names)
@@ -26,15 +26,15 @@ def test_the_example_of_the_docs(server):
 
 
 @pytest.mark.cpu_budget(15)  # a process that compiles its model
-def test_a_program_serves_its_own_model(tmp_path):
+def test_the_tutorial_serves_its_own_model(tmp_path):
     pytest.importorskip("openai")
-    from tests.support.own_server import answer_of_the_example
+    from tests.support.own_server import answer_of_the_tutorial
 
     shutil.copy(plain_model.__file__, tmp_path / "plain_model.py")
     model = plain_model.PlainModel(vocab_size=256)
     prompt = list(b"user: Hi\nassistant: ")
     expected = plain_model.greedy_tokens(model, model.init(0), prompt, 8)
-    assert answer_of_the_example(ROOT / "docs/server.md", tmp_path) == expected
+    assert answer_of_the_tutorial(ROOT / "docs/tutorials/serving.md", tmp_path) == expected
 
 
 def test_the_docs_name_every_metric_and_endpoint(server):

@@ -1,7 +1,7 @@
-"""Runs the example of docs/server.md that serves a model of one's own, and asks it as a client.
+"""Runs the programs of docs/tutorials/serving.md: a server of one's own model, and its client.
 
 Imports nothing of the checkout, so that .ci/wheel can run it beside the installed wheel:
-`python own_server.py docs/server.md FOLDER`, with plain_model.py in the folder.
+`python own_server.py serving.md FOLDER`, with plain_model.py in the folder.
 """
 
 import re
@@ -10,40 +10,34 @@ import sys
 from pathlib import Path
 from urllib.request import urlopen
 
-from openai import OpenAI
 
-
-def answer_of_the_example(docs: Path, folder: Path) -> list[int]:
-    """Return 8 greedy tokens after `messages`; the example must end with status 0 at SIGTERM."""
-    blocks = re.findall(r"```python\n(.*?)```", docs.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = (block for block in blocks if "serve(" in block)
-    (folder / "own_model.py").write_text(code.replace("port=8000", "port=0"))
+def answer_of_the_tutorial(page: Path, folder: Path) -> list[int]:
+    """Return the tokens of the client's answer; the server must end with status 0 at SIGTERM."""
+    server, client = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "own_model.py").write_text(server.replace("port=8000", "port=0"))
     command = [sys.executable, "own_model.py"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         try:
-            url = process.stdout.readline().split()[0]
+            line = process.stdout.readline()
+            url = line.split()[0]
+            assert line.replace(url, "http://127.0.0.1:8000") in page.read_text(encoding="utf-8")
             assert b"<html" in urlopen(url).read()
-            with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-                answer = client.chat.completions.create(
-                    model="own",
-                    messages=[{"role": "user", "content": "Hi"}],
-                    max_tokens=8,
-                    temperature=0,
-                    extra_body={"return_token_ids": True},
-                )
+            names = {}
+            exec(client.replace("http://127.0.0.1:8000", url), names)
+            assert names["text"]
             process.terminate()  # SIGINT is ignored in the background of a script
             assert process.wait(60) == 0
         finally:
             process.kill()
-    return answer.choices[0].token_ids
+    return names["token_ids"]
 
 
 if __name__ == "__main__":
-    docs, folder = map(Path, sys.argv[1:])
+    page, folder = map(Path, sys.argv[1:])
     sys.path.insert(0, str(folder))
     from plain_model import PlainModel, greedy_tokens
 
     model = PlainModel(vocab_size=256)
     expected = greedy_tokens(model, model.init(0), list(b"user: Hi\nassistant: "), 8)
-    assert answer_of_the_example(docs, folder) == expected
+    assert answer_of_the_tutorial(page, folder) == expected
     print("served", expected)

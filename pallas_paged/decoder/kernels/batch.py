@@ -154,8 +154,7 @@ def _rows_kernel(
         lax.fori_loop(0, at_once, send, jnp.int32(0))
         first = at_once
         if squares is not None:
-            num_rounds = pl.cdiv(squares.shape[0], _LOADS)
-            per_round = (count - at_once) // num_rounds
+            per_round = (count - at_once) // pl.cdiv(squares.shape[0], _LOADS)
             for _ in sum_squares(squares, scratch.sums.at[0], at_once=_LOADS):
                 lax.fori_loop(first, first + per_round, send, jnp.int32(0))
                 first += per_round
@@ -237,9 +236,8 @@ def _rows_kernel(
         if num_programs == 1:  # interpreted: the sums of three more programs are 0
             squares_of(group)[...] = jnp.zeros((1, SUMS), jnp.float32)
         place = lax.div(program, 4), pl.ds(lax.rem(program, 4) * GROUP_ROWS, GROUP_ROWS)
-        sums = squares_of(group).at[place]
         squares = jnp.where(ops.iota(x32.shape, 1, ops.WGMMA) < num_own, x32 * x32, 0.0)
-        ops.store(sums, jnp.sum(squares, axis=1))
+        ops.store(squares_of(group).at[place], jnp.sum(squares, axis=1))
         return used, x, scaled
 
     def sum_own_squares():

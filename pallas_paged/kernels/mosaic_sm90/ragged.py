@@ -49,6 +49,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_scratch import (
     RaggedInputs,
     RaggedScratch,
     q_arrivals,
+    registers_of,
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
@@ -61,19 +62,6 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
 )
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales, drain, stream
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import TileScheduler, WorkTile, plan_work
-
-# Registers of a thread, by the number of consumers. Two and a producer of 128 threads take 64512 of
-# an SM's 65536; three, or two with a converter, take all. A thread of four warpgroups starts with
-# 128, so a converter has fewer to give where there are two consumers.
-_REGISTERS = {
-    1: {"consumer": 232, "producer": 40},
-    2: {"consumer": 232, "producer": 40},
-    3: {"consumer": 160, "producer": 32},
-}
-_REGISTERS_WITH_CONVERTER = {
-    1: {"consumer": 240, "producer": 40, "converter": 160},
-    2: {"consumer": 200, "producer": 32, "converter": 80},
-}
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
@@ -97,9 +85,7 @@ class _Program:
         """Attend to the work tiles of the program."""
         config, interpret = self.config, self.interpret
         wg = lax.axis_index("wg")
-        registers = _REGISTERS[config.num_consumers]
-        if self.converts:
-            registers = _REGISTERS_WITH_CONVERTER[config.num_consumers]
+        registers = registers_of(config.num_consumers, converts=self.converts)
 
         @pl.when(wg == config.num_consumers)
         def _():

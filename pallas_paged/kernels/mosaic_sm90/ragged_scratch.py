@@ -127,6 +127,19 @@ def scratch_types(
     )
 
 
+def registers_of(num_consumers: int, *, converts: bool) -> dict[str, int]:
+    """Return the registers of a thread of each kind of warpgroup, a multiple of 8.
+
+    An SM has 65536, and a program of four warpgroups begins with 128 for each thread: what a
+    converter gives up is little where there are two consumers.
+    """
+    if converts:
+        consumer, producer, converter = (240, 40, 160) if num_consumers == 1 else (200, 32, 80)
+        return dict(consumer=consumer, producer=producer, converter=converter)
+    consumer, producer = (160, 32) if num_consumers == 3 else (232, 40)
+    return dict(consumer=consumer, producer=producer)
+
+
 def q_arrivals(tile: TileShape) -> int:
     """Return the arrivals that fill a stage of queries: work id, descriptor, copies of q."""
     return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))

@@ -5,6 +5,7 @@ interpreter compares vector clocks, so it finds a race in whatever order the thr
 """
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -116,8 +117,9 @@ def test_a_kernel_that_does_not_wait_has_a_race(has_race, monkeypatch):
     try:
         assert has_race(MORE["ragged"])
     except jax.errors.JaxRuntimeError as e:
-        # In some orders of the threads the interpreter notices this first.
-        assert "no threads observed" in str(e)
+        # In some orders of the threads the interpreter notices something else first: the end of a
+        # barrier that nobody waits for, or an index that was read before it was there.
+        assert re.search("no threads observed|Out-of-bounds", str(e))
 
 
 @pytest.mark.parametrize("ordered", [True, False])

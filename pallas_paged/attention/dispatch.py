@@ -268,7 +268,9 @@ def best_implementation(call: Call) -> Implementation:
         kind = type(call.config)
         return next(name for name in names[::-1] if FAMILIES[name].configs[call.kernel] is kind)
     prefer_mosaic = prefer_decode if call.kernel == "decode" else prefer_ragged
-    if prefer_mosaic(group=call.group, read_gbps=call.device.read_gbps, **call.sizes):
+    device = call.device
+    facts: dict[str, Any] = dict(num_sms=device.num_sms, read_gbps=device.read_gbps)
+    if prefer_mosaic(group=call.group, **facts, **call.sizes):
         names = ["mosaic_sm90", "triton", "mosaic_sm80"]
     return next((name for name in names if FAMILIES[name].why_not(call) is None), "xla")
 

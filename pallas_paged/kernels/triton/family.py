@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Arrays, Call, Kernel
-from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
 from pallas_paged.kernels.family import Family
 from pallas_paged.kernels.triton.config import (
     DecodeConfig,
@@ -101,7 +101,7 @@ def _that_fits(config: RaggedConfig, call: Call) -> RaggedConfig:
         most, num_warps = (32, 4) if call.head_dim <= 256 else (16, 8)
         block_q = min(config.block_q, most)
         config = dataclasses.replace(config, block_q=block_q, block_k=16, num_warps=num_warps)
-    limit, unlimited = call.device.shared_memory, 227 * 1024  # the compiler fits what Hopper has
+    limit, unlimited = call.device.shared_memory, HOPPER_SHARED_MEMORY  # fits what Hopper has
     row_bytes = next_power_of_2(call.head_dim) * call.dtype.itemsize
     block_q = config.block_q
     # The tile of queries, and what the compiler keeps of K and V and of the weights: measured.

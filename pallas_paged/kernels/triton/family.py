@@ -17,6 +17,7 @@ from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
     decode_config,
+    most_shared_memory,
     next_power_of_2,
     ragged_config,
     writing_decode_config,
@@ -58,6 +59,15 @@ class _Triton(Family):
                 f"head with head_dim={call.head_dim}; a program has {limit}"
             )
         return None
+
+    def why_not_tuned(self, call: Call) -> str | None:
+        limit = call.device.shared_memory
+        rows = getattr(call.config, "block_q", call.group)
+        sizes = dict(head_dim=call.head_dim, itemsize=call.kv_dtype.itemsize)
+        needed = most_shared_memory(call.config, rows=rows, **sizes)
+        if not call.interpret and needed > limit:  # which Triton finds when it compiles
+            return f"may need {needed} bytes of shared memory for {call.config}; it has {limit}"
+        return self.why_not(call)
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:
         return None

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from bench.measuring.options import PLAIN
 from bench.measuring.report import table
 from bench.measuring.shapes import Case, Shape, make_case, select_shapes
 from bench.prefill import shapes as prefill_shapes
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
 from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
 from pallas_paged.kernels.mosaic_sm90 import config as sm90_config
 from pallas_paged.kernels.mosaic_sm90 import support
@@ -86,6 +90,12 @@ class Kernel:
 
 
 def _triton_fits(config: Any, programs: int, shape: Shape) -> bool:
+    rows = getattr(config, "block_q", shape.num_q_heads // shape.num_kv_heads)
+    of_one = triton_config.most_shared_memory(
+        config, rows=rows, head_dim=shape.head_dim, itemsize=shape.itemsize
+    )
+    if of_one > HOPPER_SHARED_MEMORY:  # the library would not take it from a file
+        return False
     row_bytes = pl.next_power_of_2(shape.head_dim) * shape.itemsize
     tiles = max(1, config.num_stages - 1) * 2 * config.block_k * row_bytes
     return programs * tiles <= _SM_BYTES and programs * config.num_warps * 32 <= _SM_THREADS
@@ -144,11 +154,11 @@ KERNELS = {  # the class of a config chooses the implementation
 
 def num_sms() -> int:
     """Streaming multiprocessors of this device; 4 where there are none."""
-    return getattr(jax.devices()[0], "core_count", None) or 4
+    return Device.here().num_sms
 
 
-def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
-    """The heuristic's config for a shape."""
+def sizes_of(kernel: Kernel, shape: Shape) -> dict[str, int]:
+    """The sizes of a shape from which a config follows."""
     sizes = {
         "num_q_heads": shape.num_q_heads,
         "num_kv_heads": shape.num_kv_heads,
@@ -156,12 +166,18 @@ def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
         "max_kv_len": shape.pages_per_seq * shape.page_size,
         "num_seqs": len(shape.seq_lens),
         "itemsize": shape.itemsize,
+        "num_sms": num_sms(),
     }
     if kernel.ragged:
         sizes |= {"num_tokens": sum(shape.q_lens), "expected_seqs": len(shape.seq_lens)}
     else:
         sizes["page_size"] = shape.page_size
-    return kernel.heuristic(**sizes, num_sms=num_sms())
+    return sizes
+
+
+def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
+    """The heuristic's config for a shape."""
+    return kernel.heuristic(**sizes_of(kernel, shape))
 
 
 def neighbours(kernel: Kernel, config: Any, shape: Shape) -> list[Any]:
@@ -226,12 +242,41 @@ def search(
     if before is None:
         raise RuntimeError(f"{heuristic} gives no right result")
     return {
+        "config_class": type(best).__name__,
+        "sizes": sizes_of(kernel, shape),
         "heuristic": dataclasses.asdict(heuristic),
         "heuristic_us": before,
         "config": dataclasses.asdict(best),
         "us": before if after is None else after,
         "tried": [{"config": dataclasses.asdict(one), "us": us} for one, us in tried.items()],
     }
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """The entries of a tuning file, none if there is no file.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = json.loads(path.read_text()) if path.exists() else []
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise ValueError("it is no list of entries")
+    return found
+
+
+def with_result(entries: list[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of a tuning file with what `search` found, instead of an older one of its call.
+
+    A call for which nothing was faster than the heuristic's config has no entry.
+    """
+    key = {"device": Device.here().kind}
+    key |= {name: result[name] for name in ("config_class", "sizes")}
+    others = [entry for entry in entries if not key.items() <= entry.items()]
+    if result["us"] >= result["heuristic_us"]:
+        return others
+    found = {name: result[name] for name in ("config", "us", "heuristic_us")}
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    return [*others, key | found | {"jax": jax.__version__, "date": today}]
 
 
 def _cells(result: dict) -> list[str]:
@@ -263,6 +308,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--kernel", choices=KERNELS, required=True)
     parser.add_argument("--kv-dtype", choices=kv_dtypes.NAMES, default="bf16", help="of K and V")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
+    parser.add_argument(
+        "--output", type=Path, help="write faster configs into this file for PALLAS_PAGED_TUNING"
+    )
     parser.set_defaults(iterations=12)
     args = parser.parse_args(argv)
     kernel = KERNELS[args.kernel]
@@ -270,6 +318,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     cli.check_arguments(parser, args, select, (*kernel.shapes, kernel.tiny))
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds} must be more than 0")
+    entries: list[dict[str, Any]] = []
+    if args.output:
+        if not args.output.parent.is_dir():
+            parser.error(f"--output {args.output}: there is no folder {args.output.parent}")
+        try:
+            entries = read_entries(args.output)
+        except (OSError, ValueError) as error:
+            parser.error(f"--output {args.output} is no tuning file: {error}")
     chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in select(args.shapes)]
     run: dict[str, Any] = {"meta": timing.describe_run("bench.tune", argv), "shapes": []}
     deadline = time.perf_counter() + args.seconds
@@ -289,6 +345,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             )
         except RuntimeError as error:
             return found | {"reason": reason(error)}
+        if args.output:
+            entries[:] = with_result(entries, result)
+            args.output.write_text(cli.as_json(entries))
         return found | {"status": "ok"} | result
 
     cli.measure_each(run["shapes"], chosen, measure, progress, run, args)

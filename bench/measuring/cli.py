@@ -101,7 +101,7 @@ def write_json(path: Path, run: dict[str, Any]) -> None:
     path.write_text(as_json(run))
 
 
-def as_json(run: dict[str, Any]) -> str:
+def as_json(run: dict[str, Any] | list[Any]) -> str:
     """The run as JSON of short lines; floats have nine digits, more than a clock is worth."""
     return _lines(_rounded(run), "") + "\n"
 

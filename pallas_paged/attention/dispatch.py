@@ -15,6 +15,7 @@ from jax import lax
 from pallas_paged.attention.gradient import with_gradient
 from pallas_paged.attention.options import Implementation, StaticOptions
 from pallas_paged.attention.partition import Axes, ShardingRule, explicit_mesh, on_explicit_mesh
+from pallas_paged.attention.tuning import tuned
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Kernel
@@ -189,7 +190,9 @@ def decode_states(
     """
     call = _call("decode", arrays, how, Device.here())
     family = FAMILIES.get(choose(call, how.implementation))
-    bound = None if family is None else family.bind_states(call, writes=new is not None)
+    if family is None:
+        return None
+    bound = family.bind_states(tuned(call, family), writes=new is not None)
     if bound is None:
         return None
     states, merge = bound
@@ -213,7 +216,7 @@ def resolve(call: Call, implementation: Implementation | None) -> Callable[..., 
     """
     family = FAMILIES.get(choose(call, implementation))
     if family is not None:
-        return family.bind(call)
+        return family.bind(tuned(call, family))
     return xla.paged_decode if call.kernel == "decode" else xla.ragged_paged_attention
 
 
@@ -268,7 +271,9 @@ def best_implementation(call: Call) -> Implementation:
         kind = type(call.config)
         return next(name for name in names[::-1] if FAMILIES[name].configs[call.kernel] is kind)
     prefer_mosaic = prefer_decode if call.kernel == "decode" else prefer_ragged
-    if prefer_mosaic(group=call.group, read_gbps=call.device.read_gbps, **call.sizes):
+    device = call.device
+    facts: dict[str, Any] = dict(num_sms=device.num_sms, read_gbps=device.read_gbps)
+    if prefer_mosaic(group=call.group, **facts, **call.sizes):
         names = ["mosaic_sm90", "triton", "mosaic_sm80"]
     return next((name for name in names if FAMILIES[name].why_not(call) is None), "xla")
 

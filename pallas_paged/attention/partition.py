@@ -25,6 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.pages.layout import AXIS_NAMES
 
 Axes = tuple[str, ...]  # names of an array's axes; axes of one name are sharded alike
@@ -213,8 +214,8 @@ def _lowered(local: Any, platform: str, *shapes: jax.ShapeDtypeStruct) -> export
 
 @functools.cache
 def _digest(local: Any) -> str:
-    """Return a digest of the static arguments of `local` and of the library's code."""
-    return hashlib.sha256(f"{_code()} {local}".encode()).hexdigest()[:12]
+    """Return a digest of the static arguments of `local`, the library's code and tuning file."""
+    return hashlib.sha256(f"{_code()} {tuning_key()} {local}".encode()).hexdigest()[:12]
 
 
 @functools.cache

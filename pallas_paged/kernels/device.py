@@ -16,8 +16,11 @@ _HOPPER_NAMES = re.compile(r"\bG?H(20|100|200|800)\b")
 # KB of shared memory that a program can have, by compute capability.
 _SHARED_MEMORY = {"8.0": 163, "8.7": 163, _HOPPER: 227, "10.0": 227, "10.3": 227}
 _LEAST_SHARED_MEMORY = 99  # of other capabilities from 8.0
-# GB/s that a kernel reads of device memory, by a name within the kind: measured.
+HOPPER_SHARED_MEMORY = _SHARED_MEMORY[_HOPPER] * 1024  # bytes
+# GB/s that a kernel reads of device memory, by a name within the kind: measured, as the read
+# ceiling of `bench.decode`. Of other cards an SM reads as much as one of an H100, which has 132.
 _READ_GBPS = {"H200": 4400, "H100": 2950}
+_READ_GBPS_OF_AN_SM = _READ_GBPS["H100"] / 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,10 @@ class Device:
         return _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY) * 1024
 
     @property
-    def read_gbps(self) -> int:
-        """GB/s at which kernels read device memory; where unknown, those of an H100."""
-        names = (name for name in _READ_GBPS if name in self.kind)
-        return _READ_GBPS[next(names, "H100")]
+    def read_gbps(self) -> float:
+        """GB/s at which kernels read device memory; where unknown, as an H100 for each SM."""
+        rates = (rate for name, rate in _READ_GBPS.items() if name in self.kind)
+        return next(rates, self.num_sms * _READ_GBPS_OF_AN_SM)
 
     def why_not(self, *, least: str | None = None) -> str | None:
         """Return why it is no GPU of this compute capability or a later one, or None.

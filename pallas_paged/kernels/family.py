@@ -40,6 +40,10 @@ class Family:
         """Return why the kernels can't do a call on a device that they run on, or None."""
         return None
 
+    def why_not_tuned(self, call: Call) -> str | None:
+        """Return why the kernels can't do a call with a config from a file, or None."""
+        return self.why_not(call)
+
     def why_no_gradient(self, arrays: Arrays) -> str | None:
         """Return why the kernels should not make the gradient of a call, or None."""
         return "has no gradient"

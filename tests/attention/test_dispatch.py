@@ -226,6 +226,15 @@ def test_hopper_gpus_are_known_by_capability_or_name():
     assert is_hopper("of tomorrow", "9.0") and not is_hopper("H200", "10.0")
 
 
+def test_a_card_that_was_not_measured_reads_as_an_h100_for_each_sm():
+    rates = {
+        kind: replace(HOPPER, kind=f"NVIDIA {kind}", num_sms=num_sms).read_gbps
+        for kind, num_sms in (("H200", 132), ("H100 80GB HBM3", 132), ("H800", 132), ("H20", 78))
+    }
+    assert rates["H200"] == 4400 and rates["H800"] == rates["H100 80GB HBM3"] == 2950
+    assert rates["H20"] == pytest.approx(2950 * 78 / 132)
+
+
 def test_mosaic_names_a_jax_that_is_too_old():
     reason = mosaic_support.why_not_jax()
     assert (reason is None) == (jax.__version_info__ >= (0, 11))

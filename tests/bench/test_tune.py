@@ -1,15 +1,20 @@
 """The search for configs, on a CPU with a fake clock."""
 
 import dataclasses
+import json
 import math
 import re
 
+import jax
 import pytest
 
 import pallas_paged as pp
 from bench import tune
+from pallas_paged.attention import dispatch
+from pallas_paged.kernels.call import Arrays, Call
+from pallas_paged.kernels.device import Device
 from tests.bench.fakes import FAILED, ok
-from tests.support.marks import slow
+from tests.support.marks import needs_mosaic, needs_triton, slow
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
@@ -84,6 +89,69 @@ def test_a_search_ends_with_its_time_and_without_a_result_has_a_reason(search, m
         run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", seconds])
         [found] = run["shapes"]
         assert found["status"] == "failed" and found["reason"].startswith(reason)
+
+
+def tune_tiny(name, path):
+    """Searches for the tiny shape, writes a tuning file, and returns the result of the search."""
+    args = ["--kernel", name, "--shapes", "tiny", "--implementation", "xla", "--output", str(path)]
+    [found] = tune.main(args)["shapes"]
+    return found
+
+
+def library_config(name, monkeypatch, path):
+    """The config that the library takes for the tiny shape with a tuning file."""
+    monkeypatch.setenv("PALLAS_PAGED_TUNING", str(path))
+    kernel, family = tune.KERNELS[name], name.rpartition("_")[0] or "triton"
+    case = tune.make_case(kernel.tiny)
+    arrays = Arrays(
+        q=case.q,
+        k_pages=case.k_pages,
+        v_pages=case.v_pages,
+        block_tables=case.tables[0],
+        seq_lens=case.seq_lens,
+        cu_q_lens=case.cu_q_lens if kernel.ragged else None,
+    )
+    call = Call.of(name.split("_")[-1], arrays, device=Device.here(), interpret=True)
+    return dispatch.resolve(call, family).keywords["config"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=needs_triton) for name in ("decode", "ragged")),
+        pytest.param("mosaic_sm80_decode", marks=needs_mosaic),
+    ],
+)
+def test_the_library_takes_the_configs_of_an_output(name, search, tmp_path, monkeypatch) -> None:
+    search(name)  # sets the times
+    found = tune_tiny(name, tmp_path / "tuning.json")
+    config = library_config(name, monkeypatch, tmp_path / "tuning.json")
+    assert dataclasses.asdict(config) == found["config"] != found["heuristic"]
+
+
+def test_an_output_is_added_to_and_keeps_faster_configs_only(search, tmp_path, monkeypatch) -> None:
+    path, other = tmp_path / "tuning.json", {"device": "another", "config_class": "DecodeConfig"}
+    path.write_text(json.dumps([other]))
+    search("decode")  # sets the times
+    for _ in range(2):
+        found = tune_tiny("decode", path)
+        first, entry = json.loads(path.read_text())
+        assert first == other and entry["config"] == found["config"]
+        assert entry["us"] == 1.0 < entry["heuristic_us"] and entry["jax"] == jax.__version__
+    monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [])
+    tune_tiny("decode", path)
+    assert json.loads(path.read_text()) == [other]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "is no tuning file: Expecting"), ('{"a": 1}', "it is no list of")]
+)
+def test_another_file_is_not_overwritten(text, reason, tmp_path, capsys) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        tune_tiny("decode", path)
+    assert reason in capsys.readouterr().err and path.read_text() == text
 
 
 @pytest.mark.usefixtures("clock")

@@ -100,6 +100,9 @@ def test_another_key_part_or_setting_is_not_served(folder, monkeypatch):
     assert make_cache("one", "triton").load(ARGUMENTS) is None
     with jax.default_matmul_precision("tensorfloat32"):
         assert make_cache("one", "xla").load(ARGUMENTS) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache, "tuning_key", lambda: "of another tuning file")
+        assert make_cache("one", "xla").load(ARGUMENTS) is None
     monkeypatch.setenv("XLA_FLAGS", "--another")
     assert make_cache("one", "xla").load(ARGUMENTS) is None
 

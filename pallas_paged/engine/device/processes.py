@@ -165,7 +165,7 @@ def connect(engine: str) -> tuple[Followers | None, Leader | None]:
     if others := [index for index, one in enumerate(engines) if one != engines[0]]:
         raise ValueError(
             f"the processes {others} make another engine than process 0: the config, the sizes of "
-            "the model and the shapes of its parameters must be the same in all"
+            "the model, the shapes of its parameters and the tuning file must be the same in all"
         )
     host = "localhost" if len(set(hosts)) == 1 else hosts[0].rstrip(b"\0").decode()
     if jax.process_index() == 0:

@@ -18,6 +18,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
+from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
 logger = logging.getLogger("pallas_paged")
@@ -135,4 +136,4 @@ def _platform(device: jax.Device) -> tuple[Any, ...]:
     variables = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
     client = device.client
     kind = client.platform, client.platform_version, device.device_kind, device.id
-    return jax.__version__, jaxlib.__version__, kind, settings, variables
+    return jax.__version__, jaxlib.__version__, kind, settings, variables, tuning_key()

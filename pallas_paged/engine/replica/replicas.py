@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import jax
 
+from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
@@ -127,7 +128,8 @@ class Replicas:
         self.num_processes = places[0].num_processes
         if self.num_processes > 1:
             sizes = model.vocab_size, model.max_model_len, model.eos_token_ids, model.kv_cache_spec
-            self.followers, self.leader = connect(repr((config, sizes, shapes_of(params))))
+            described = config, sizes, shapes_of(params), tuning_key()
+            self.followers, self.leader = connect(repr(described))
         weights = [Weights(model, params, place) for place in places]
         if places[0].mesh is not None:
             jax.block_until_ready([one.leaves for one in weights])

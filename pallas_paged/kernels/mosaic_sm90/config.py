@@ -12,12 +12,12 @@ from pallas_paged.checks import (
     check_integer,
     check_num_programs,
 )
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 
 REDUCE_ROWS = 256  # at most, of a sum over devices
 _LEAST_COLUMNS = 512  # of a part of a product
 _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
-_SHARED_MEMORY = 227 * 1024  # bytes that a program can have
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
@@ -179,7 +179,7 @@ def decoder_block_config(
     rest = (
         sum(-(-2 * n // 1024) * 1024 for n in (row + 64, size)) + 2 * 1024
     )  # barriers, reductions
-    num_stages = min((_SHARED_MEMORY - rest) // _BLOCK_STAGE, 6)
+    num_stages = min((HOPPER_SHARED_MEMORY - rest) // _BLOCK_STAGE, 6)
     if num_stages < 2:
         return None
     return DecoderBlockConfig(

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Arrays, Call, Kernel
-from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
 from pallas_paged.kernels.family import Family
 from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
     decode_config,
+    most_shared_memory,
     next_power_of_2,
     ragged_config,
     writing_decode_config,
@@ -58,6 +59,15 @@ class _Triton(Family):
                 f"head with head_dim={call.head_dim}; a program has {limit}"
             )
         return None
+
+    def why_not_tuned(self, call: Call) -> str | None:
+        limit = call.device.shared_memory
+        rows = getattr(call.config, "block_q", call.group)
+        sizes = dict(head_dim=call.head_dim, itemsize=call.kv_dtype.itemsize)
+        needed = most_shared_memory(call.config, rows=rows, **sizes)
+        if not call.interpret and needed > limit:  # which Triton finds when it compiles
+            return f"may need {needed} bytes of shared memory for {call.config}; it has {limit}"
+        return self.why_not(call)
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:
         return None
@@ -101,7 +111,7 @@ def _that_fits(config: RaggedConfig, call: Call) -> RaggedConfig:
         most, num_warps = (32, 4) if call.head_dim <= 256 else (16, 8)
         block_q = min(config.block_q, most)
         config = dataclasses.replace(config, block_q=block_q, block_k=16, num_warps=num_warps)
-    limit, unlimited = call.device.shared_memory, 227 * 1024  # the compiler fits what Hopper has
+    limit, unlimited = call.device.shared_memory, HOPPER_SHARED_MEMORY  # fits what Hopper has
     row_bytes = next_power_of_2(call.head_dim) * call.dtype.itemsize
     block_q = config.block_q
     # The tile of queries, and what the compiler keeps of K and V and of the weights: measured.

@@ -120,6 +120,13 @@ def test_sm90_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num
         ({"num_seqs": 8, "max_kv_len": 2048, "itemsize": 1}, False),
         ({"itemsize": 1}, True),
         ({"itemsize": 1, "read_gbps": 4400}, False),
+        # On a card of half as many SMs, half as much is as much for each.
+        ({"num_seqs": 1, "max_kv_len": 8192, "num_sms": 66}, True),
+        ({"num_seqs": 1, "max_kv_len": 4096, "num_sms": 66}, False),
+        ({"num_seqs": 16, "max_kv_len": 1024}, True),
+        ({"num_seqs": 16, "max_kv_len": 1024, "num_sms": 66}, False),
+        ({"itemsize": 1, "read_gbps": 1400, "num_sms": 66}, True),
+        ({"itemsize": 1, "read_gbps": 2200, "num_sms": 66}, False),
     ],
     ids=str,
 )

@@ -6,11 +6,13 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.config import (
     decode_config,
     decode_merge_config,
+    most_shared_memory,
     ragged_config,
     writing_decode_config,
 )
@@ -37,6 +39,16 @@ def test_the_heuristic_config_fits_in_shared_memory(group):
         per_sm = -(-config.num_programs // 132)
         assert per_sm * tiles <= 4 * 64 * 1024
         assert config.num_programs <= 4 * 132
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_the_heuristic_configs_could_stand_in_a_tuning_file(head_dim, itemsize):
+    sizes = dict(head_dim=head_dim, itemsize=itemsize)
+    for num_tokens in (64, 4096):
+        ragged = ragged_config(**SIZES | sizes | dict(num_tokens=num_tokens))
+        for config, rows in ((decode_of(**sizes), 4), (ragged, ragged.block_q)):
+            assert most_shared_memory(config, rows=rows, **sizes) <= HOPPER_SHARED_MEMORY
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import pallas_paged as pp
 from pallas_paged.attention import dispatch, tuning
 from pallas_paged.attention.partition import ShardingRule, on_each_device
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
+from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
 from tests.support import raw
 from tests.support.attention_calls import assert_close, with_lse
 from tests.support.attention_cases import Case
 from tests.support.attention_configs import config_of
-from tests.support.devices import CPU, HOPPER
+from tests.support.devices import HOPPER
 from tests.support.marks import needs_mosaic, needs_triton
 from tests.support.static_calls import DECODE, PREFILL
 
@@ -86,7 +87,7 @@ def test_a_config_of_the_file_is_used_for_its_call(write, call, family):
 
 @needs_triton
 def test_partial_states_are_made_with_the_config_of_the_file(write):
-    call = replace(DECODE, device=CPU, num_seqs=3, num_tokens=3, max_kv_len=11 * 8, **SIZES)
+    call = replace(DECODE, device=Device.here(), num_seqs=3, num_tokens=3, max_kv_len=11 * 8, **SIZES)
     write([entry(call, "triton")])
     q, *pages, tables, lens = CASES["decode"][2].make()
     layer = pp.LayerKV(*map(jnp.asarray, pages), kv_layout="HPND")
@@ -201,7 +202,7 @@ def test_interpreted_kernels_run_with_the_config_and_give_the_same_results(write
     function, call, case = CASES[kernel]
     arrays = case.make()
     sizes = SIZES | dict(num_tokens=len(arrays[0]), max_kv_len=13 * 8)
-    call = replace(call, device=CPU, num_seqs=3, **sizes)
+    call = replace(call, device=Device.here(), num_seqs=3, **sizes)
     write([entry(call, "triton")])
     config = config_of("triton", ragged=kernel == "ragged")
 

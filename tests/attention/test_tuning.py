@@ -87,7 +87,8 @@ def test_a_config_of_the_file_is_used_for_its_call(write, call, family):
 
 @needs_triton
 def test_partial_states_are_made_with_the_config_of_the_file(write):
-    call = replace(DECODE, device=Device.here(), num_seqs=3, num_tokens=3, max_kv_len=11 * 8, **SIZES)
+    sizes = SIZES | dict(num_seqs=3, num_tokens=3, max_kv_len=11 * 8)
+    call = replace(DECODE, device=Device.here(), **sizes)
     write([entry(call, "triton")])
     q, *pages, tables, lens = CASES["decode"][2].make()
     layer = pp.LayerKV(*map(jnp.asarray, pages), kv_layout="HPND")

@@ -176,6 +176,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
         (HOPPER, MIXED, dict(config=ONE_CONSUMER, kv_layout="HND")),
         (HOPPER, MIXED, dict(config=dict(num_consumers=3), sliding_window=30)),
         *((family, GROUP_OF_20, OF_20) for family in CONFIGS),
+        (AMPERE, GROUP_OF_20, dict(OF_20, config=dict(block_k=16))),
         (HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE)),
         (HOPPER, bytes_of(FP8, num_kv_heads=2, **LARGE_PAGES), dict(kv_layout="NH2D")),
         *calls(AMPERE, dict(config=TWO_WARPGROUPS), MIXED, ampere_bytes(INT8)),

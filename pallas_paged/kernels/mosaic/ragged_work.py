@@ -137,7 +137,7 @@ def _visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Arra
     newest = keys - before
     first_word = (first_key - before) >> 5
     bits = ops.full(keys.shape, 0, ops.WGMMA, jnp.int32)
-    for i in range(keys.shape[1] // 32 + 1):
+    for i in range((keys.shape[1] + 30) // 32 + 1):  # the first key may be any bit of its word
         # Words past the end of a mask are 0, as the last one is.
         word = jnp.clip(first_word + i, 0, words_ref.shape[0] - 1)
         word = ops.load(words_ref.at[word], ops.WGMMA_ROW)

@@ -37,8 +37,9 @@ _PARTS = {
 }
 
 
-def _decode(store: Store, card: str) -> str:
-    shares = store.shares(f"{card}/decode")
+def _decode(store: Store, run: str, part: str, what: str, pages: str) -> str:
+    card = run.partition("/")[0]
+    shares = store.shares(run, part)
     outside = f"{card}/peers-decode"
     others = store.shares(outside) if outside in store else {}
     rows = []
@@ -49,8 +50,9 @@ def _decode(store: Store, card: str) -> str:
         rows.append((name, values))
     limit = store.ceiling(card)
     return charts.shares(
-        f"Decode calls on an {CARDS[card]}: how much of the read limit they reach",
-        f"bf16, cold L2. The limit is {limit:.0f} GB/s, the best rate of a kernel that only reads.",
+        f"{what} on an {CARDS[card]}: how much of the read limit they reach",
+        f"{pages}, cold L2. The limit is {limit:.0f} GB/s, the best rate of a kernel that only"
+        " reads.",
         "% of the read limit (more is better)",
         rows,
     )
@@ -127,9 +129,12 @@ def _gpus(store: Store) -> str:
     )
 
 
+_BF16 = "shapes", "Decode calls", "bf16"
+_ONE_BYTE = "one_byte", "Decode calls with one-byte pages", "int8, fp8"
 CHARTS: dict[str, Callable[[Store], str]] = {
-    "h100/decode": lambda store: _decode(store, "h100"),
-    "h200/decode": lambda store: _decode(store, "h200"),
+    "h100/decode": lambda store: _decode(store, "h100/decode", *_BF16),
+    "h200/decode": lambda store: _decode(store, "h200/decode", *_BF16),
+    "h200/decode-one-byte": lambda store: _decode(store, "h200/decode-one-byte", *_ONE_BYTE),
     "h200/peers-prefill": lambda store: _prompts(
         store, "h200/peers-prefill", "bf16, one run. FlashInfer reads pages too."
     ),

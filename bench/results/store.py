@@ -31,13 +31,18 @@ class Store(dict[str, dict[str, Any]]):
         paths = (path for card in CARDS for path in sorted((folder / card).glob("*.json")))
         return cls({f"{p.parent.name}/{p.stem}": json.loads(p.read_text()) for p in paths})
 
-    def times(self, run: str) -> dict[str, dict[str, float]]:
-        """Median kernel times of a run's shapes by implementation, without missing ones."""
+    def times(self, run: str, part: str = "shapes") -> dict[str, dict[str, float]]:
+        """Median kernel times of a run's shapes by implementation, without missing ones.
+
+        Args:
+            run: its key.
+            part: the list of shapes: "shapes", or "one_byte".
+        """
         return {
             shape["name"]: {
                 name: us for name, result in shape["results"].items() if (us := kernel_us(result))
             }
-            for shape in self[run]["shapes"]
+            for shape in self[run][part]
         }
 
     def ceiling(self, card: str) -> float:
@@ -46,15 +51,15 @@ class Store(dict[str, dict[str, Any]]):
         assert found, f"{card}/decode.json has no floor"
         return found
 
-    def shares(self, run: str) -> dict[str, dict[str, float]]:
+    def shares(self, run: str, part: str = "shapes") -> dict[str, dict[str, float]]:
         """Percent of the card's read limit, like `times`."""
-        ceiling, times = self.ceiling(run.partition("/")[0]), self.times(run)
+        ceiling, times = self.ceiling(run.partition("/")[0]), self.times(run, part)
         return {
             shape["name"]: {
                 name: 100 * shape["num_bytes"] / us / 1e3 / ceiling
                 for name, us in times[shape["name"]].items()
             }
-            for shape in self[run]["shapes"]
+            for shape in self[run][part]
         }
 
     def tflops(self, run: str) -> dict[str, dict[str, float]]:

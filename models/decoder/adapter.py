@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,18 @@ class EngineModel:
         return hash((self.config, self.dtype))  # a step hashes the model; the structure is large
 
     @property
-    def cache_key(self) -> str:
-        """Everything that its programs follow from: sizes, dtype, and the sources."""
+    def cache_key(self) -> str | None:
+        """All that its programs follow from: sizes, dtype, structure, sources; None if unknown.
+
+        The sources of a subclass, or of a decoder with modules from elsewhere, are not known here.
+        """
+        nodes = (getattr(node, "metadata", None) for node in self.graphdef.nodes)
+        kinds = {kind.__module__.partition(".")[0] for kind in nodes if isinstance(kind, type)}
+        if type(self) is not EngineModel or not {"models"} <= kinds <= {"models", "flax"}:
+            return None
         sources = sources_key("models.decoder"), flax.__version__
-        return repr((self.config, np.dtype(self.dtype), sources))
+        structure = hashlib.sha256(repr(self.graphdef).encode()).hexdigest()
+        return repr((self.config, np.dtype(self.dtype), structure, sources))
 
     @property
     def vocab_size(self) -> int:

@@ -141,3 +141,37 @@ def test_mismatched_arguments_are_refused(model):
         model(TOKENS, np.arange(9), dense_attend())
     with pytest.raises(ValueError, match=r"len\(cache\)=1 must equal num_layers=2"):
         model(TOKENS, positions_of(TOKENS), dense_attend(), [None])
+
+
+def abstract_decoder(dtype="float32", **sizes):
+    config = replace(CONFIG, **sizes)
+    return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+
+
+def test_the_cache_key_follows_from_sizes_dtype_and_structure():
+    keys = [
+        engine_model(abstract_decoder(**change))[0].cache_key
+        for change in ({}, {}, dict(dtype="bfloat16"), dict(num_layers=CONFIG.num_layers + 1))
+    ]
+    assert keys[0] and keys[0] == keys[1]
+    assert len(set(keys)) == 3
+
+
+class Scaled(nnx.Module):
+    """A module that the sources of the decoder do not have."""
+
+    def __call__(self, x):
+        return 2 * x
+
+
+def test_a_decoder_with_modules_from_elsewhere_has_no_cache_key():
+    decoder = abstract_decoder()
+    decoder.norm = Scaled()
+    model = engine_model(decoder)[0]
+    assert model.cache_key is None
+
+    class Other(type(model)):
+        pass
+
+    known = engine_model(abstract_decoder())[0]
+    assert Other(config=known.config, dtype=known.dtype, graphdef=known.graphdef).cache_key is None

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ AxisSharding = Mapping[str, tuple[str, ...]]  # the mesh axes that shard each ax
 
 KV_HEADS, Q_HEADS = "num_kv_heads", "num_q_heads"
 _POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
+# The packages whose code can be in a program of attention.
+CODE = tuple(f"pallas_paged.{room}" for room in ("attention", "decoder", "kernels", "pages"))
 # What the kernels are to XLA. JAX promises for no other version that it knows them.
 KERNEL_CALLS = [
     export.DisabledSafetyCheck.custom_call(name)
@@ -215,19 +218,26 @@ def _lowered(local: Any, platform: str, *shapes: jax.ShapeDtypeStruct) -> export
 @functools.cache
 def _digest(local: Any) -> str:
     """Return a digest of the static arguments of `local`, the library's code and tuning file."""
-    return hashlib.sha256(f"{_code()} {tuning_key()} {local}".encode()).hexdigest()[:12]
+    text = f"{sources_key(*CODE)} {tuning_key()} {local}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache
-def _code() -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
+def sources_key(*packages: str) -> str:
+    """Return a hash of the Python files of packages, names and contents.
 
-
-def code_files() -> list[Path]:
-    """Return the files whose code can be in a program."""
-    package = Path(__file__).parents[1]
-    rooms = ("attention", "decoder", "kernels", "pages")
-    return [file for room in rooms for file in sorted((package / room).rglob("*.py"))]
+    Raises:
+        ValueError: one is not a package that can be imported.
+    """
+    found = hashlib.sha256()
+    for package in packages:
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"{package=} must be the name of a package that can be imported")
+        for folder in spec.submodule_search_locations:
+            for path in sorted(Path(folder).rglob("*.py")):
+                found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def _mesh_of(args: Sequence[Any]) -> Mesh:

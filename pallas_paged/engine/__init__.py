@@ -1,9 +1,9 @@
 """Continuous batching for any JAX model, over a paged KV cache."""
 
+from pallas_paged.attention.partition import sources_key
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import EngineDeadError
-from pallas_paged.engine.device.program_cache import sources_key
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.model import Attend, KVCacheSpec, Model
 from pallas_paged.engine.outputs import (

@@ -9,8 +9,6 @@ import pickle
 import tempfile
 import zlib
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
+from pallas_paged.attention.partition import sources_key
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
@@ -41,7 +40,7 @@ class ProgramCache:
     the text follows from: the sources of this library, the model's `cache_key`, the versions and
     settings of JAX and its compilers, the device, and the arguments' structure, shapes and dtypes.
 
-    A file is a pickle: like JAX's compiled programs, it can run any code of whoever wrote it.
+    A file is a pickle: like JAX's compiled programs, its writer can run any code here.
     """
 
     def __init__(self, folder: Path, parts: Sequence[Any], device: jax.Device):
@@ -110,19 +109,6 @@ class ProgramCache:
         types = [str(jax.typeof(x)) + str(getattr(x, "sharding", None)) for x in leaves]
         key = hashlib.sha256(repr((self._parts, str(structure), types)).encode())
         return self._folder / key.hexdigest()
-
-
-@cache
-def sources_key(package: str) -> str:
-    """Return a hash of a package's Python files, names and contents."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{package=} must be the name of a package that can be imported")
-    found = hashlib.sha256()
-    for folder in spec.submodule_search_locations:
-        for path in sorted(Path(folder).rglob("*.py")):
-            found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return found.hexdigest()
 
 
 def _platform(device: jax.Device) -> tuple[Any, ...]:

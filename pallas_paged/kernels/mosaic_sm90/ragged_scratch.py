@@ -62,7 +62,7 @@ class RaggedScratch:
     ring: Ring
     bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
     k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
-    turn: Any  # barrier of the two consumers; None for one, and if all blocks have to be converted
+    turn: Any  # barrier of all consumers; None for one, and if all blocks have to be converted
 
 
 def scratch_types(
@@ -128,10 +128,10 @@ def scratch_types(
 
 
 def registers_of(num_consumers: int, *, converts: bool) -> dict[str, int]:
-    """Return the registers of a thread of each kind of warpgroup, a multiple of 8.
+    """Return the registers of a thread of each kind of warpgroup, multiples of 8.
 
-    An SM has 65536, and a program of four warpgroups begins with 128 for each thread: what a
-    converter gives up is little where there are two consumers.
+    All threads of an SM have 65536. Four warpgroups of 128 threads begin with 128 for each, so with
+    two consumers a converter has few to give.
     """
     if converts:
         consumer, producer, converter = (240, 40, 160) if num_consumers == 1 else (200, 32, 80)

@@ -69,10 +69,10 @@ def _why_not_config(call: Call) -> str | None:
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
     converts = call.kv_dtype.itemsize == 1
-    # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
-    # take all of them.
     if converts and config.num_consumers > 2:
         return f"needs num_consumers=1 or 2 with pages of {call.kv_dtype.name}"
+    # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
+    # take all of them.
     if converts and config.num_consumers > 1 and max(block_k, call.head_dim) > 192:
         return (
             f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "

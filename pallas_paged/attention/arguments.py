@@ -28,6 +28,7 @@ def checked_arrays(
     options: Mapping[str, Any],
     *,
     cu_q_lens: Any = None,
+    q_pe: Any = None,
 ) -> Arrays:
     """Return the arrays of a call, checked against each other.
 
@@ -35,6 +36,7 @@ def checked_arrays(
         q, layer, block_tables, seq_lens: as the entries take them.
         options: `alibi_slopes`, `sinks`, `tree_mask` and `num_seqs` are taken from there.
         cu_q_lens: of ragged calls; None means one query for each sequence.
+        q_pe: of `mla_attention`, where the layer must be of latents; else None.
 
     Raises:
         ValueError: a shape, dtype or head count breaks a rule of `paged_attention`.
@@ -46,7 +48,9 @@ def checked_arrays(
     _refuse_symbolic_sizes(dict(arrays, k_pages=pages[0]), is_ragged=cu_q_lens is not None)
     arrays["block_tables"] = _by_sequences(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(arrays["q"], "B" if cu_q_lens is None else "T")
-    _check_pages(layer, **arrays)
+    if q_pe is not None:
+        q_pe = jnp.asarray(as_array("q_pe", q_pe))
+    _check_pages(layer, **arrays, rope_dim=_checked_rope_dim(layer, arrays["q"], q_pe))
     if cu_q_lens is None and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
         raise ValueError(
             f"q.shape={arrays['q'].shape} and seq_lens.shape={arrays['seq_lens'].shape} must have "
@@ -56,6 +60,7 @@ def checked_arrays(
     k, *v = (layout.with_all_axes(jnp.asarray(x)) for x in pages)
     found = Arrays(
         **{name: jnp.asarray(x) for name, x in arrays.items()},
+        q_pe=q_pe,
         k_pages=k,
         v_pages=v[0] if v else None,
         kv_layout=layout.name,
@@ -89,7 +94,36 @@ def _check_queries(q: Any, first_axis: str) -> None:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
 
 
-def _check_pages(layer: LayerKV, q: Any, block_tables: Any, seq_lens: Any) -> None:
+def _checked_rope_dim(layer: LayerKV, q: Any, q_pe: Any) -> int:
+    """Return the elements of `q_pe`, or 0 without it, if the layer is made for such queries."""
+    if q_pe is None:
+        if layer.is_latent:
+            raise ValueError(
+                f"a layer of latents, v_head_dim={layer.v_head_dim}, is read by mla_attention"
+            )
+        return 0
+    if not layer.is_latent:
+        raise ValueError(
+            "mla_attention reads a layer of latents: LayerKV(k_pages, v_head_dim=...), whose V are "
+            "the first v_head_dim elements of K"
+        )
+    if q_pe.ndim != 3 or q_pe.shape[:2] != q.shape[:2] or q_pe.dtype != q.dtype:
+        raise ValueError(
+            f"q_pe {q_pe.dtype.name}{list(q_pe.shape)} must have the tokens, heads and dtype of "
+            f"q_nope {q.dtype.name}{list(q.shape)}"
+        )
+    if q.shape[2] != layer.v_head_dim or q_pe.shape[2] != layer.head_dim - layer.v_head_dim:
+        raise ValueError(
+            f"q_nope.shape={q.shape} and q_pe.shape={q_pe.shape} must end with "
+            f"v_head_dim={layer.v_head_dim} and the other {layer.head_dim - layer.v_head_dim} of "
+            f"head_dim={layer.head_dim} of the pages"
+        )
+    return q_pe.shape[2]
+
+
+def _check_pages(
+    layer: LayerKV, q: Any, block_tables: Any, seq_lens: Any, *, rope_dim: int
+) -> None:
     if 0 in (*q.shape, *layer.k_pages.shape):
         raise ValueError(
             f"q.shape={q.shape} and k_pages.shape={layer.k_pages.shape} must not hold a 0"
@@ -97,7 +131,7 @@ def _check_pages(layer: LayerKV, q: Any, block_tables: Any, seq_lens: Any) -> No
     _, num_q_heads, head_dim = q.shape
     num_kv_heads, num_pages, page_size = layer.num_kv_heads, layer.num_pages, layer.page_size
     rule = f"the pages are {layer.layout.shape_rule} with kv_layout={layer.kv_layout!r}"
-    if layer.head_dim != head_dim:
+    if layer.head_dim != head_dim + rope_dim:
         raise ValueError(f"{head_dim=} of q must equal head_dim={layer.head_dim}: {rule}")
     if head_dim > _LARGEST_HEAD_DIM:
         raise ValueError(f"{head_dim=} must be at most {_LARGEST_HEAD_DIM}")

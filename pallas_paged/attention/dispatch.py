@@ -31,6 +31,7 @@ from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
 # their own: they may not be moved, even where queries may.
 _AXES: dict[str, Axes] = {
     "q": ("num_seqs", "num_q_heads", "head_dim"),
+    "q_pe": ("num_seqs", "num_q_heads", "rope_dim"),
     "k_pages": (),  # these four depend on the layout of the pages
     "v_pages": (),
     "block_tables": ("num_seqs", "pages_per_seq"),
@@ -118,7 +119,7 @@ def _sharding_rule(
     if not scalars:
         axes |= {"k_scales": scales, "v_scales": scales}
     if kernel == "ragged":
-        axes["q"] = ("num_tokens", *axes["q"][1:])
+        axes |= {name: ("num_tokens", *axes[name][1:]) for name in ("q", "q_pe")}
     # In ragged calls any sequence may own any token.
     rows = ("num_seqs",) if kernel == "decode" else ()
     return ShardingRule(
@@ -256,6 +257,8 @@ def _check_config(call: Call, implementation: Implementation | None) -> None:
     # xla has no configs and ignores any given one, so a model tuned for a GPU also runs on a CPU.
     named = [FAMILIES[implementation]] if implementation in FAMILIES else FAMILIES.values()
     types = tuple(dict.fromkeys(family.configs[call.kernel] for family in named))
+    if call.rope_dim:
+        raise ValueError(f"config={call.config!r} must be None with pages of latents")
     if not isinstance(call.config, types):
         allowed = " or ".join(t.__name__ for t in types)
         place = "" if implementation is None else f" for {implementation=}"
@@ -273,7 +276,7 @@ def best_implementation(call: Call) -> Implementation:
     prefer_mosaic = prefer_decode if call.kernel == "decode" else prefer_ragged
     device = call.device
     facts: dict[str, Any] = dict(num_sms=device.num_sms, read_gbps=device.read_gbps)
-    if prefer_mosaic(group=call.group, **facts, **call.sizes):
+    if call.rope_dim or prefer_mosaic(group=call.group, **facts, **call.sizes):
         names = ["mosaic_sm90", "triton", "mosaic_sm80"]
     return next((name for name in names if FAMILIES[name].why_not(call) is None), "xla")
 

@@ -188,6 +188,8 @@ def with_gradient(
 def _why_not(arrays: Arrays, wanted: Sequence[str]) -> str | None:
     """Return why the gradients of these arrays can't be had, or None."""
     dtype = arrays.k_pages.dtype
+    if arrays.q_pe is not None:
+        return "has no multi-head latent attention; implementation='xla' has it"
     if dtype.itemsize == 1 and ("k_pages" in wanted or "v_pages" in wanted):
         return (
             f"is not that of pages of {dtype.name}, which are rounded: differentiate q and sinks "

@@ -56,7 +56,7 @@ def tuned(call: Call, family: Family) -> Call:
     # A fixed split size has a config for all batches. `bench.tune` has no queries of 32 bits, which
     # need smaller tiles.
     chosen = call.config is not None or call.fixed_split_size is not None
-    if not path or chosen or call.dtype.itemsize != 2:
+    if not path or chosen or call.rope_dim or call.dtype.itemsize != 2:
         return call
     kind, sizes, found = call.device.kind, sizes_of(call), _entries(path)
     if found and not any(entry.device == kind for entry in found):

@@ -28,6 +28,8 @@ class Arrays:
 
     Attributes:
         q: `[B, Hq, D]`, one query a row, or ragged `[T, Hq, D]`.
+        q_pe: of multi-head latent attention, more elements of the queries, `[.., Hq, R]`; else
+            None. K are the D + R elements of the pages then, and V the first D.
         k_pages, v_pages: pages with all axes of `layout`; `v_pages` is None where `k_pages` hold K
             and V.
         block_tables: i32`[B, N]`.
@@ -44,6 +46,7 @@ class Arrays:
     """
 
     q: jax.Array
+    q_pe: jax.Array | None = None
     k_pages: jax.Array
     v_pages: jax.Array | None = None
     block_tables: jax.Array
@@ -82,6 +85,11 @@ class Arrays:
     @property
     def head_dim(self) -> int:
         return self.q.shape[2]
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of `q_pe`; 0 without it."""
+        return 0 if self.q_pe is None else self.q_pe.shape[2]
 
     @property
     def num_seqs(self) -> int:
@@ -127,7 +135,8 @@ class Call:
         device: the device that it is compiled for.
         dtype, kv_dtype: of the queries and of the pages.
         num_tokens: query tokens.
-        num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len: as in `Arrays`.
+        num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len, rope_dim: as in
+            `Arrays`.
         with_lse: whether the caller wants the log-sum-exps.
         interpret: whether kernels are interpreted, on any device.
         config: given by the caller, or None.
@@ -146,6 +155,7 @@ class Call:
     head_dim: int
     page_size: int
     max_kv_len: int
+    rope_dim: int = 0
     with_lse: bool = True
     interpret: bool = False
     config: Any = None
@@ -166,6 +176,7 @@ class Call:
             head_dim=arrays.head_dim,
             page_size=arrays.page_size,
             max_kv_len=arrays.max_kv_len,
+            rope_dim=arrays.rope_dim,
             **given,
         )
 

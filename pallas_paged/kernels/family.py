@@ -18,14 +18,18 @@ class Family:
     Attributes:
         name: as `implementation` names it.
         configs: the type of the config of each kernel; empty if it has none.
+        reads_latents: whether it has multi-head latent attention, which takes no config.
     """
 
     name: ClassVar[str]
     configs: ClassVar[Mapping[Kernel, type]] = {}
+    reads_latents: ClassVar[bool] = False
 
     def why_not(self, call: Call) -> str | None:
         """Return why the kernels can't do a call on its device, or None."""
         reason = None if call.interpret else self.why_not_device(call.device)
+        if call.rope_dim and not self.reads_latents:
+            reason = reason or "has no multi-head latent attention"
         return reason or self.why_not_jax() or self.why_not_call(call)
 
     def why_not_device(self, device: Device) -> str | None:

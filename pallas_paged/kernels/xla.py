@@ -21,7 +21,7 @@ def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, j
     seen = visible(keys, positions, options, end=arrays.seq_lens[:, None])
     out, lse = _attend(
         arrays,
-        arrays.q[:, None],
+        _all_elements(arrays)[:, None],
         arrays.block_tables,
         seen,
         seen[:, None],
@@ -33,7 +33,7 @@ def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, j
 
 def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, jax.Array]:
     """Return attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`."""
-    q, q_positions, tree_mask = arrays.q, arrays.q_positions, arrays.tree_mask
+    q, q_positions, tree_mask = _all_elements(arrays), arrays.q_positions, arrays.tree_mask
     num_tokens, num_q_heads, _ = q.shape
     keys = jnp.arange(arrays.max_kv_len)
     # Tiles of one row each, so that its keys are gathered for many queries at once.
@@ -86,9 +86,16 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
     outs, lses = lax.map(attend_tile, tiles)  # [num_tiles, block_q, ...]
     tokens = tiles.offset[:, None] + jnp.arange(block_q)
     where = jnp.where(tokens < tiles.q_len[:, None], tiles.q_start[:, None] + tokens, num_tokens)
-    out = jnp.zeros_like(q).at[where].set(outs, mode="drop")
+    out = jnp.zeros_like(arrays.q).at[where].set(outs, mode="drop")
     lse = jnp.full((num_tokens, num_q_heads), -jnp.inf).at[where].set(lses, mode="drop")
     return out, lse
+
+
+def _all_elements(arrays: Arrays) -> jax.Array:
+    """Return the queries with all elements that K has."""
+    if arrays.q_pe is None:
+        return arrays.q
+    return jnp.concatenate([arrays.q, arrays.q_pe], axis=-1)
 
 
 def _gather(pages: jax.Array, axes: str, kv: int, tables: jax.Array, read: jax.Array) -> jax.Array:
@@ -127,7 +134,7 @@ def _gather_scales(
 
 def _attend(
     arrays: Arrays,
-    q: jax.Array,  # [B, Q, Hq, D]
+    q: jax.Array,  # [B, Q, Hq, D], or with all elements of latents
     tables: jax.Array,  # i32[B, N]
     read: jax.Array,  # bool[B, K], keys that any query of the row sees
     seen: jax.Array,  # bool[B, Q, K]
@@ -136,9 +143,15 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return dense attention over gathered pages: `(out [B, Q, Hq, D], lse f32[B, Q, Hq])`."""
     axes, scale_axes = arrays.layout.axes, arrays.layout.scale_axes
-    k, v = (_gather(x, axes, kv, tables, read) for kv, x in enumerate(arrays.kv_pages))
+    if arrays.q_pe is None:
+        k, v = (_gather(x, axes, kv, tables, read) for kv, x in enumerate(arrays.kv_pages))
+    else:
+        k = _gather(arrays.k_pages, axes, K, tables, read)
+        v = k[..., : arrays.head_dim]
     k_scales = _gather_scales(arrays.k_scales, scale_axes, tables, read)
     v_scales = _gather_scales(arrays.v_scales, scale_axes, tables, read)
+    if arrays.q_pe is not None:
+        v_scales = k_scales
     num_seqs, num_queries, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -177,7 +190,7 @@ def _attend(
     out = jnp.where(empty, 0.0, out / l_safe).astype(q.dtype).swapaxes(1, 2)
     lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe)).swapaxes(1, 2)
     shape = (num_seqs, num_queries, num_q_heads)
-    return out.reshape(*shape, head_dim), lse.reshape(shape)
+    return out.reshape(*shape, arrays.head_dim), lse.reshape(shape)
 
 
 def merge_states(

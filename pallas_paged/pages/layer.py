@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_paged.checks import as_array, validate_page_size
+from pallas_paged.checks import as_array, static_integer, validate_page_size
 from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
 from pallas_paged.pages.quantization import LARGEST, checked_scales
 
@@ -21,13 +21,13 @@ class LayerKV:
     Attributes:
         k_pages: float32, bfloat16, float16, int8 or float8_e4m3fn pages of a shape by `kv_layout`.
             A page has 1, 2, 4 ... or 256 tokens.
-        v_pages: same shape and dtype; None where `k_pages` hold K and V.
+        v_pages: same shape and dtype; None where `k_pages` hold K and V, and of latents.
         k_scales: of int8 and float8_e4m3fn pages, the dequantization scales (value = element *
             scale), as `write_kv` writes them: one for each token and head, f32 in the order of axes
             of `kv_layout` without head_dim and without K and V, or one for the layer, f32`[]`. None
             with other pages. The Triton kernels with bf16 or f16 queries multiply weights by V's
             scales in f16: scales from 2**-64 to 2**50 are safe, so V from 1e-17 to 1e17.
-        v_scales: like `k_scales`, also where K and V share an array.
+        v_scales: like `k_scales`, also where K and V share an array; None of latents.
         kv_layout: the order of the axes of the pages. N are tokens of a page, H KV heads:
 
             - `"NHD"`: `[num_pages, page_size, num_kv_heads, head_dim]`, as vLLM, FlashInfer and
@@ -40,6 +40,9 @@ class LayerKV:
               K0 V0 K1 V1 and so on: ragged paged attention "v3", Levanter.
 
             Each is read in place. Static.
+        v_head_dim: None, or of multi-head latent attention, for `mla_attention`: pages of latents,
+            whose V are the first `v_head_dim` elements of K. They have no `v_pages` and no
+            `v_scales`, and a layout without K and V in one array. Static.
 
     Raises:
         ValueError: the arrays do not fit the layout or each other. A pytree that is rebuilt from
@@ -51,6 +54,7 @@ class LayerKV:
     k_scales: jax.Array | None = None
     v_scales: jax.Array | None = None
     kv_layout: KVLayout = "NHD"
+    v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         checked_layer(self)
@@ -62,7 +66,17 @@ class LayerKV:
     @property
     def pages(self) -> tuple[Any, ...]:
         """The arrays of pages: K and V, or the one that holds both."""
-        return (self.k_pages,) if self.layout.one_array else (self.k_pages, self.v_pages)
+        return (self.k_pages,) if self.one_array else (self.k_pages, self.v_pages)
+
+    @property
+    def one_array(self) -> bool:
+        """Whether one array holds K and V, and `v_pages` is None."""
+        return self.is_latent or self.layout.one_array
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether V are the first elements of K."""
+        return self.v_head_dim is not None
 
     @property
     def num_kv_heads(self) -> int:
@@ -85,21 +99,31 @@ class LayerKV:
 
 
 _LEAVES = ("k_pages", "v_pages", "k_scales", "v_scales")
+_STATIC = ("kv_layout", "v_head_dim")
 
 
-def unchecked_layer(kv_layout: str, leaves: Any) -> LayerKV:
-    """Return a layer of any leaves, such as shapes or shardings, as JAX rebuilds a pytree."""
+def _static_of(layer: LayerKV) -> tuple[Any, ...]:
+    return tuple(getattr(layer, name) for name in _STATIC)
+
+
+def _rebuild(static: tuple[Any, ...], leaves: Any) -> LayerKV:
+    """Return a layer of any leaves, such as shapes or shardings."""
     layer = object.__new__(LayerKV)
-    for name, leaf in zip((*_LEAVES, "kv_layout"), (*leaves, kv_layout), strict=True):
+    for name, leaf in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
         object.__setattr__(layer, name, leaf)
     return layer
 
 
+def with_leaves(layer: LayerKV, leaves: Any) -> LayerKV:
+    """Return a layer like `layer` of any leaves, which are not checked."""
+    return _rebuild(_static_of(layer), leaves)
+
+
 jax.tree_util.register_pytree_with_keys(
     LayerKV,
-    lambda x: ([(jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in _LEAVES], x.kv_layout),
-    unchecked_layer,
-    lambda x: ([getattr(x, n) for n in _LEAVES], x.kv_layout),
+    lambda x: ([(jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in _LEAVES], _static_of(x)),
+    _rebuild,
+    lambda x: ([getattr(x, n) for n in _LEAVES], _static_of(x)),
 )
 
 
@@ -115,13 +139,16 @@ def checked_layer(layer: Any) -> LayerKV:
             "raw arrays"
         )
     layout, v_pages = layer.layout, layer.v_pages
-    if layout.one_array and v_pages is not None:
-        raise ValueError(
-            f"v_pages must be None with kv_layout={layout.name!r}, where k_pages hold K and V"
-        )
+    if layer.one_array and v_pages is not None:
+        given = f"kv_layout={layout.name!r}"
+        if layer.is_latent:
+            given = f"v_head_dim={layer.v_head_dim}"
+        raise ValueError(f"v_pages must be None with {given}, where k_pages hold K and V")
     k_pages = as_array("k_pages", layer.k_pages)
-    v_pages = k_pages if layout.one_array else as_array("v_pages", v_pages)
+    v_pages = k_pages if layer.one_array else as_array("v_pages", v_pages)
     shape = layout.full_shape(k_pages.shape)
+    if layer.is_latent:
+        _check_latents(layer, layout.size(shape, "D"))
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"k_pages {k_pages.dtype}{list(k_pages.shape)} and v_pages "
@@ -139,5 +166,19 @@ def checked_layer(layer: Any) -> LayerKV:
             f"{e}: k_pages.shape={k_pages.shape} is {layout.shape_rule} with "
             f"kv_layout={layout.name!r}"
         ) from None
-    checked_scales(k_pages, layer.k_scales, layer.v_scales, layout.scale_shape(shape))
+    v_scales = layer.k_scales if layer.is_latent else layer.v_scales
+    checked_scales(k_pages, layer.k_scales, v_scales, layout.scale_shape(shape))
     return layer
+
+
+def _check_latents(layer: LayerKV, head_dim: int) -> None:
+    v_head_dim, layout = static_integer("v_head_dim", layer.v_head_dim), layer.layout
+    if layout.one_array:
+        raise ValueError(f"kv_layout={layout.name!r} has V of its own, so v_head_dim must be None")
+    if v_head_dim >= head_dim:
+        raise ValueError(
+            f"{v_head_dim=} must be less than {head_dim=} of the pages: V are the first elements "
+            "of K, and the others take part in logits alone"
+        )
+    if layer.v_scales is not None:
+        raise ValueError(f"v_scales must be None with {v_head_dim=}: k_scales are those of V, too")

@@ -24,7 +24,7 @@ from pallas_paged.checks import (
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.pages.layer import POOL_DTYPES, LayerKV, checked_layer, unchecked_layer
+from pallas_paged.pages.layer import POOL_DTYPES, LayerKV, checked_layer, with_leaves
 from pallas_paged.pages.layout import KVLayout, checked_layout
 from pallas_paged.pages.quantization import (
     LARGEST,
@@ -56,6 +56,7 @@ def create_kv_pool(
     num_kv_heads: int,
     page_size: int,
     head_dim: int,
+    v_head_dim: int | None = None,
     dtype: DTypeLike,
     k_scales: Sequence[float] | None = None,
     v_scales: Sequence[float] | None = None,
@@ -70,11 +71,13 @@ def create_kv_pool(
         num_kv_heads: K/V heads.
         page_size: tokens per page, a power of two from 1 to 256.
         head_dim: elements per head.
+        v_head_dim: of multi-head latent attention: elements of the latent, the first of `head_dim`.
+            One array holds K and V then, see `LayerKV`.
         dtype: float32, bfloat16, float16, int8 or float8_e4m3fn. The last two take a float32 scale
             for each token and head besides, one for K and one for V.
         k_scales: with int8 and fp8 pages, one positive number per layer, as calibrated checkpoints
             have them. They replace the scales of tokens, and `write_kv` leaves them as they are.
-        v_scales: like `k_scales`.
+        v_scales: like `k_scales`; None of latents.
         kv_layout: the order of the axes of the pages, as in `LayerKV`.
         sharding: how the KV heads are sharded over a mesh, from `kv_pool_sharding` for
             the same layout. Each device creates its own heads, so the pool may be larger than any
@@ -91,11 +94,12 @@ def create_kv_pool(
     quantized = element.name in LARGEST
     if not quantized and (k_scales is not None or v_scales is not None):
         raise ValueError(f"k_scales and v_scales must be None with pages of {element}")
-    if (k_scales is None) != (v_scales is None):
+    if v_head_dim is None and (k_scales is None) != (v_scales is None):
         raise ValueError("k_scales and v_scales must be given both, or neither")
     layout = checked_layout(kv_layout)
     shape = layout.shape(H=num_kv_heads, P=num_pages, N=page_size, D=head_dim)
     scale_shape = layout.scale_shape(layout.full_shape(shape))
+    one_array = layout.one_array or v_head_dim is not None
     layer_scales: list[Iterable[float | None]] = [
         [None] * num_layers if given is None else checked_layer_scales(name, given, num_layers)
         for name, given in (("k_scales", k_scales), ("v_scales", v_scales))
@@ -111,10 +115,11 @@ def create_kv_pool(
             layers=tuple(
                 LayerKV(
                     k_pages=jnp.zeros(shape, element),
-                    v_pages=None if layout.one_array else jnp.zeros(shape, element),
+                    v_pages=None if one_array else jnp.zeros(shape, element),
                     k_scales=scale(k_scale),
-                    v_scales=scale(v_scale),
+                    v_scales=None if v_head_dim is not None else scale(v_scale),
                     kv_layout=layout.name,
+                    v_head_dim=v_head_dim,
                 )
                 for k_scale, v_scale in zip(*layer_scales, strict=True)
             )
@@ -146,13 +151,13 @@ def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
         layout = layer.layout
         of_pages = (spec(x, layout.given_axes) for x in (layer.k_pages, layer.v_pages))
         of_scales = (spec(x, layout.scale_axes) for x in (layer.k_scales, layer.v_scales))
-        return unchecked_layer(layout.name, (*of_pages, *of_scales))
+        return with_leaves(layer, (*of_pages, *of_scales))
 
     return jax.tree.map(of_layer, pool, is_leaf=lambda x: isinstance(x, LayerKV))
 
 
 @default_promotion()
-def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> LayerKV:
+def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike | None, slots: ArrayLike) -> LayerKV:
     """Write the K/V of new tokens into the pages of a layer, in place where those are donated.
 
     Into int8 and fp8 pages a token of a head goes as `round(x / scale)`, ties to even, saturated at
@@ -164,7 +169,7 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
     Args:
         layer: pages, and scales if they are int8 or fp8.
         k: floating `[T, num_kv_heads, head_dim]`, cast or quantized to the dtype of the pages.
-        v: floating, the same shape.
+        v: floating, the same shape; None with pages of latents, whose V is a part of K.
         slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
             a slot that is named twice holds anything.
 
@@ -176,20 +181,25 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
             scales.
     """
     layer = checked_layer(layer)
-    tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
+    if layer.is_latent and v is not None:
+        raise ValueError(f"v must be None with v_head_dim={layer.v_head_dim}: V is a part of k")
+    given = {"k": k} if layer.is_latent else {"k": k, "v": v}
+    tokens = {name: as_array(name, x) for name, x in given.items()}
     for name, x in tokens.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got {x.dtype}")
     num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     shape = tokens["k"].shape
-    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
+    shapes = [x.shape for x in tokens.values()]
+    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or shapes != [shape] * len(shapes):
         raise ValueError(
-            f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
-            f"got {shape} and {tokens['v'].shape}"
+            f"{' and '.join(tokens)} must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
+            f"got {' and '.join(map(str, shapes))}"
         )
     slots = checked_array("slots", slots, jnp.int32, (shape[0],))
-    layer, *given = jax.tree.map(jnp.asarray, (layer, tokens["k"], tokens["v"]))
-    return _on_each_device(_write, layer, tuple(given), (slots,))
+    layer, *new = jax.tree.map(jnp.asarray, (layer, *tokens.values()))
+    write = _write_latents if layer.is_latent else _write
+    return _on_each_device(write, layer, tuple(new), (slots,))
 
 
 @default_promotion()
@@ -286,3 +296,16 @@ def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> Laye
             both = both.reshape(both.shape[0], -1, both.shape[-1])
         k_pages = set_tokens(k_pages, layout.given_axes, slots, both)
     return replace(layer, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+
+
+def _write_latents(layer: LayerKV, k: jax.Array, slots: jax.Array) -> LayerKV:
+    """Return the layer with the tokens `[T, num_kv_heads, head_dim]`."""
+    layout, dtype, scales = layer.layout, layer.k_pages.dtype, layer.k_scales
+    if scales is None:
+        k = k.astype(dtype)
+    else:
+        new = token_scales(k, dtype) if scales.ndim else scales
+        k = quantize(k, new, dtype)
+        scales = set_tokens(scales, layout.scale_axes, slots, new) if scales.ndim else scales
+    k_pages = set_tokens(layer.k_pages, layout.axes, slots, k)
+    return replace(layer, k_pages=k_pages, k_scales=scales)

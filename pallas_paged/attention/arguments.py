@@ -102,7 +102,8 @@ def _checked_rope_dim(layer: LayerKV, q: Any, q_pe: Any) -> int:
                 f"a layer of latents, v_head_dim={layer.v_head_dim}, is read by mla_attention"
             )
         return 0
-    if not layer.is_latent:
+    v_head_dim = layer.v_head_dim
+    if v_head_dim is None:
         raise ValueError(
             "mla_attention reads a layer of latents: LayerKV(k_pages, v_head_dim=...), whose V are "
             "the first v_head_dim elements of K"
@@ -112,11 +113,11 @@ def _checked_rope_dim(layer: LayerKV, q: Any, q_pe: Any) -> int:
             f"q_pe {q_pe.dtype.name}{list(q_pe.shape)} must have the tokens, heads and dtype of "
             f"q_nope {q.dtype.name}{list(q.shape)}"
         )
-    if q.shape[2] != layer.v_head_dim or q_pe.shape[2] != layer.head_dim - layer.v_head_dim:
+    rope_dim = layer.head_dim - v_head_dim
+    if q.shape[2] != v_head_dim or q_pe.shape[2] != rope_dim:
         raise ValueError(
-            f"q_nope.shape={q.shape} and q_pe.shape={q_pe.shape} must end with "
-            f"v_head_dim={layer.v_head_dim} and the other {layer.head_dim - layer.v_head_dim} of "
-            f"head_dim={layer.head_dim} of the pages"
+            f"q_nope.shape={q.shape} and q_pe.shape={q_pe.shape} must end with {v_head_dim=} and "
+            f"the other {rope_dim} of head_dim={layer.head_dim} of the pages"
         )
     return q_pe.shape[2]
 

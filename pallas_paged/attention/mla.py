@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, SupportsFloat, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -27,7 +27,6 @@ def mla_attention(
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike | None = ...,
     *,
-    sm_scale: SupportsFloat,
     return_lse: Literal[False] = ...,
     **options: Unpack[RaggedAttentionOptions],
 ) -> jax.Array: ...
@@ -42,7 +41,6 @@ def mla_attention(
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike | None = ...,
     *,
-    sm_scale: SupportsFloat,
     return_lse: Literal[True],
     **options: Unpack[RaggedAttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -57,9 +55,8 @@ def mla_attention(
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike | None = None,
     *,
-    sm_scale: SupportsFloat | None = None,
     return_lse: bool = False,
-    **options: Any,
+    **options: Unpack[RaggedAttentionOptions],
 ) -> Any:
     """Attend to pages of latents, as in DeepSeek V2 and V3, with absorbed queries.
 
@@ -81,11 +78,10 @@ def mla_attention(
             float8_e4m3fn.
         block_tables, seq_lens: as in `paged_attention`.
         cu_q_lens: as in `ragged_paged_attention`; None for one query a sequence.
-        sm_scale: factor of the logits. It follows from the head_dim of the model, such as
-            `192 ** -0.5`, and not from that of the pages, so there is no default. Static.
         return_lse: also return the log-sum-exp of the logits. Static.
-        **options: of `RaggedAttentionOptions`, but `config`; without `cu_q_lens` of
-            `AttentionOptions`.
+        **options: of `RaggedAttentionOptions`, without `config`; of `AttentionOptions` without
+            `cu_q_lens`. `sm_scale` must be given: it follows from the head_dim of the model, such
+            as `192 ** -0.5`, and not from that of the pages.
 
     Returns:
         out `[.., num_q_heads, v_head_dim]` in the dtype of the queries, or `(out, lse)` with `lse`
@@ -104,7 +100,7 @@ def mla_attention(
     ragged_only = () if cu_q_lens is not None else ("causal", "tree_mask", "expected_seqs")
     check_names("mla_attention", options, allowed, *ragged_only, "config")
     check_flag("return_lse", return_lse)
-    if sm_scale is None:
+    if options.get("sm_scale") is None:
         raise ValueError(
             "sm_scale must be given: it is that of the model's heads, such as 192 ** -0.5 with 128 "
             "elements and 64 rotary ones, and not that of the latents"
@@ -113,7 +109,7 @@ def mla_attention(
     arrays = checked_arrays(
         q_nope, layer, block_tables, seq_lens, options, cu_q_lens=offsets, q_pe=q_pe
     )
-    how = static_options(arrays.head_dim, options | {"sm_scale": sm_scale})
+    how = static_options(arrays.head_dim, options)
     kernel: Any = "decode" if cu_q_lens is None else "ragged"
     out, lse = dispatch.attend(kernel, arrays, how, with_lse=return_lse or kernel == "decode")
     return (out, lse) if return_lse else out

@@ -30,7 +30,7 @@ from pallas_paged.kernels.mosaic.softmax_state import State, finish, scale
 MAX_STATES_PER_STEP = 48  # each takes two registers
 
 
-def _heads_layout(num_heads: int, head_dim: int) -> Any:
+def heads_layout(num_heads: int, head_dim: int) -> Any:
     """Return the layout of outputs `[num_heads, head_dim]` of one, two or four heads on four warps.
 
     A warp has elements of one head. Where these are fewer than its threads, threads share them.
@@ -132,7 +132,7 @@ def _merge_decode_kernel(
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
 
     heads_of = [pl.ds(q_head, together) for q_head in q_heads]
-    layout = _heads_layout(together, states.head_dim)
+    layout = heads_layout(together, states.head_dim)
     sinks = (
         [None] * len(q_heads)
         if states.sinks is None

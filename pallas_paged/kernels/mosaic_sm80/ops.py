@@ -179,8 +179,20 @@ def _copy_rows_now(source: Any, to: Any, first: jax.Array, count: Any) -> None:
         to[row] = jnp.pad(jnp.where(row < count, x, 0), (0, columns - width))
 
 
-def store_rows(ref: Any, value: jax.Array, count: Any, layout: Any, *, interpret: bool) -> None:
-    """Store the first `count` rows of a matrix f32`[R, C]` of this layout to device memory."""
+def store_rows(
+    ref: Any,
+    value: jax.Array,
+    count: Any,
+    layout: Any,
+    *,
+    pitch: int | None = None,
+    interpret: bool,
+) -> None:
+    """Store the first `count` rows of a matrix f32`[R, C]` of this layout to device memory.
+
+    Args:
+        pitch: elements from one row of `ref` to the next; None for C.
+    """
     if interpret:
         ref[...] = value
         return
@@ -189,7 +201,7 @@ def store_rows(ref: Any, value: jax.Array, count: Any, layout: Any, *, interpret
     def store(_, ref, value, scalars):
         m = Emitter()
         (count,) = map(m.scalar, scalars)
-        columns = value.shape[1]
+        columns = pitch or value.shape[1]
         indices = value.layout.thread_idxs(value.shape)
         for index, register in zip(indices, value.registers.flat, strict=True):
             row, column = map(m.of_index, index)

@@ -30,6 +30,16 @@ def swizzle(columns: int, dtype: DTypeLike) -> int:
     raise ValueError(f"{columns=} of {jnp.dtype(dtype).name} must be a multiple of 32 bytes")
 
 
+def _parts_of_rows(num_chunks: int) -> list[tuple[int, int]]:
+    """Return first chunks and widths, powers of 2, of the parts of rows that threads divide."""
+    parts, first = [], 0
+    while first < num_chunks:
+        width = min(1 << ((num_chunks - first).bit_length() - 1), WARPGROUP)
+        parts.append((first, width))
+        first += width
+    return parts
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
     """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain.
@@ -183,19 +193,15 @@ class Emitter:
 
         All loads come first: none goes past a copy, which writes shared memory.
         """
-        per_row = tile.row_bytes // CHUNK
         thread, places = self.thread(), []
-        for start in range(0, rows * per_row, WARPGROUP):
-            # Where a step takes full rows, the column does not depend on the step.
-            if WARPGROUP % per_row:
-                index = self.add(thread, start)
-                row, chunk = self.div(index, per_row), self.rem(index, per_row)
-            else:
-                row = self.add(self.div(thread, per_row), start // per_row)
-                chunk = self.rem(thread, per_row)
-            count = rows * per_row - start  # of threads that have a chunk
-            known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
-            places.append((count, row, chunk, load(known)))
+        for first_chunk, width in _parts_of_rows(tile.row_bytes // CHUNK):
+            step = WARPGROUP // width  # the column does not depend on the step
+            chunk = self.add(self.rem(thread, width), first_chunk)
+            for start in range(0, rows, step):
+                row = self.add(self.div(thread, width), start)
+                count = (rows - start) * width  # of threads that have a chunk
+                known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
+                places.append((count, row, chunk, load(known)))
         for count, row, chunk, loaded in places:
 
             def copy(row=row, chunk=chunk, loaded=loaded):
@@ -290,9 +296,13 @@ class Emitter:
         """Store 16 bytes to device memory."""
         self.effect("st.global.v4.b32 [$0], {$1,$2,$3,$4};", address, *words)
 
-    def store_device_word(self, address: Any, word: Any) -> None:
-        """Store 32 bits to device memory."""
-        self.effect("st.global.b32 [$0], $1;", address, word)
+    def store_device_word(self, address: Any, word: Any, *, where: Any = None) -> None:
+        """Store 32 bits to device memory, in threads where a condition holds."""
+        self._utils.inline_ptx("st.global.b32 [$0], $1;", address, word, predicate=where)
+
+    def word(self, x: Any) -> Any:
+        """Return a value or vector of 32 bits as a word."""
+        return self._utils.bitcast(x, self._i32)
 
     def value(self, x: Any) -> Any:
         """Return the thread's value of an argument i32`[128]` with the layout `THREADS`."""

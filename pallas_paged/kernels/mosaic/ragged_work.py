@@ -127,7 +127,9 @@ def visible_in_block(
     )
 
 
-def _visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Array) -> jax.Array:
+def _visible_in_tree(
+    words_ref: Any, first_key: Any, before: Any, keys: jax.Array, layout: Any
+) -> jax.Array:
     """Return which keys each row sees under its tree mask.
 
     Args:

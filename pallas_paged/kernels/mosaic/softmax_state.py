@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -27,19 +25,12 @@ def scale(acc: jax.Array, factor: jax.Array) -> jax.Array:
     return acc * (ops.bcast(factor, acc) if factor.ndim else factor)
 
 
-def merge_partial(
-    state: State,
-    lse: jax.Array,
-    out: jax.Array,
-    *,
-    layout: Any = ops.WGMMA_ROW,  # of lse
-    interpret: bool,
-) -> State:
+def merge_partial(state: State, lse: jax.Array, out: jax.Array, *, interpret: bool) -> State:
     """Return a state that has merged a partial state, normalised and with `lse` in base 2."""
     m_i, l_i, acc = state
     m_new = jnp.maximum(m_i, lse)
     m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-    less = ops.difference(lse, m_safe, layout, interpret=interpret)
+    less = ops.difference(lse, m_safe, ops.WGMMA_ROW, interpret=interpret)
     alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
     return m_new, l_i * alpha + w, scale(acc, alpha) + scale(out, w)
 

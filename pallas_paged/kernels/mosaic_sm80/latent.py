@@ -33,7 +33,7 @@ from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
-from pallas_paged.kernels.mosaic_sm80.latent_merge import merge_latent
+from pallas_paged.kernels.mosaic_sm80.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
     LatentOutputs,
@@ -116,7 +116,8 @@ def latent_attention(
         outputs.lse,
         outputs.partials,
         plan.merges,
-        inputs.sinks,
+        arrays.sinks,
+        MergeShape.of(shape, head_dim),
         num_q_heads=num_q_heads,
         interpret=interpret,
     )

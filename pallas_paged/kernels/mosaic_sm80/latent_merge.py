@@ -1,24 +1,51 @@
-"""Merge of the partial states of split tiles of latent attention, for Ampere and later."""
+"""Merge of the partial states of split tiles of latent attention, for Ampere and later.
+
+A program has rows of one tile. With many states of a tile it has few elements, of which it loads
+those of many states at once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
-from pallas_paged.kernels.mosaic.ops import full
+from pallas_paged.kernels.mosaic.decode_merge import heads_layout, merge_partials
 from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
-from pallas_paged.kernels.mosaic.softmax_state import finish, merge_partial
-from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows
+from pallas_paged.kernels.mosaic.softmax_state import finish
+from pallas_paged.kernels.ragged_plan import PlanShape
 
-_ROWS = 16  # of a program
+_FEW_STATES = 4  # of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeShape:
+    """What a program of the merge has.
+
+    Attributes:
+        rows: 1, 2 or 4 of a tile, all within a sequence or all past its end.
+        columns: of their results.
+        block_s: partial states per loop step.
+    """
+
+    rows: int
+    columns: int
+    block_s: int
+
+    @classmethod
+    def of(cls, shape: PlanShape, head_dim: int) -> Self:
+        """Return the sizes for a plan, from static sizes only."""
+        if shape.fixed_split_size is not None:  # the order of sums must not depend on the batch
+            return cls(rows=1, columns=head_dim, block_s=8)
+        if shape.num_programs <= _FEW_STATES * shape.num_tiles:
+            return cls(rows=math.gcd(4, shape.group), columns=head_dim, block_s=_FEW_STATES)
+        return cls(rows=1, columns=math.gcd(head_dim, 128), block_s=32)
 
 
 def merge_latent(
@@ -26,63 +53,65 @@ def merge_latent(
     lse: jax.Array | None,  # f32[T * Hq]
     partials: mosaic_ops.Partials,  # [head tiles, partials, R, ..]
     merges: jax.Array,  # i32[num_merges, 5], packed descriptors
-    sinks: jax.Array | None,  # f32[head tiles, ..] from `repeat_heads`
+    sinks: jax.Array | None,  # f32[Hq]
+    shape: MergeShape,
     *,
     num_q_heads: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles."""
     num_tiles, _, num_rows, head_dim = partials.out.shape
-    layouts = ops.MmaLayouts(m_warps=_ROWS // 16)
+    group, layout = num_q_heads // num_tiles, heads_layout(shape.rows, shape.columns)
     inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
     results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
 
     def body(partials: Any, merges_ref: Any, sinks_ref: Any, results: Any) -> None:
         out_ref, lse_ref = results
-        part, tile, merge = (lax.axis_index(name) for name in ("part", "head_tile", "merge"))
+        program, tile, merge = (lax.axis_index(x) for x in ("program", "head_tile", "merge"))
+        num_parts = head_dim // shape.columns
+        row = lax.div(program, num_parts) * shape.rows
+        columns = pl.ds(lax.rem(program, num_parts) * shape.columns, shape.columns)
         split = unpack(MergeDescriptor, merges_ref, merge)
-        rows = RaggedRows(
-            count=_ROWS,
-            group=num_q_heads // num_tiles,
-            num_q_heads=num_q_heads,
-            kv_head=tile,
-            q_start=split.q_start,
-            q_len=split.q_len,
-            offset=split.offset + part * _ROWS,
-            layout=layouts.row,
-        )
+        offset = split.offset + row
 
-        @pl.when(split.num_items > 0)
+        @pl.when((split.num_items > 0) & (offset < split.q_len * group))
         def _():
-            def merge_one(i, state):
-                index = (tile, split.partial + i, pl.ds(part * _ROWS, _ROWS))
-                lse = mosaic_ops.load(partials.lse.at[index], layouts.row) * LOG2_E
-                out = mosaic_ops.load(partials.out.at[index], layouts.acc)
-                return merge_partial(state, lse, out, layout=layouts.row, interpret=interpret)
-
-            nothing = (
-                full((_ROWS,), -jnp.inf, layouts.row),
-                full((_ROWS,), 0.0, layouts.row),
-                full((_ROWS, head_dim), 0.0, layouts.acc),
+            (state,) = merge_partials(
+                partials,
+                split.partial,
+                split.num_items,
+                [lambda i: (tile, i, pl.ds(row, shape.rows))],
+                shape.block_s,
+                columns,
+                layout,
+                heads=(shape.rows,),
+                may_be_empty=True,
             )
-            state = lax.fori_loop(0, split.num_items, merge_one, nothing)
-            out, lse = finish(state, None if sinks_ref is None else rows.of_heads(sinks_ref))
-            place = rows.first_of_neighbours(), rows.num_neighbours()
-            out = out.astype(out_ref.dtype)
-            ops.store_words(out_ref, out, *place, layouts.acc, interpret=interpret)
-            if lse_ref is not None:
-                ops.store_words(lse_ref, lse, *place, layouts.row, interpret=interpret)
+            token, head = split.q_start + lax.div(offset, group), lax.rem(offset, group)
+            head = tile * group + head
+            heads, rows = (pl.ds(first, shape.rows) for first in (head, token * num_q_heads + head))
+            of_heads = None
+            if sinks_ref is not None:
+                of_heads = mosaic_ops.load(sinks_ref.at[heads], layout.reduce(1))
+            out, lse = finish(state, of_heads)
+            mosaic_ops.store(out_ref.at[rows, columns], out.astype(out_ref.dtype))
+            if lse_ref is not None:  # all parts have the same
+                mosaic_ops.store(lse_ref.at[rows], lse)
 
     pl.kernel(
         mosaic_ops.with_trees(body, *inputs, results),
         out_type=(),
         mesh=plgpu.Mesh(
             # CUDA does not limit the last.
-            grid=(num_rows // _ROWS, num_tiles, merges.shape[0]),
-            grid_names=("part", "head_tile", "merge"),
+            grid=(
+                num_rows // shape.rows * (head_dim // shape.columns),
+                num_tiles,
+                merges.shape[0],
+            ),
+            grid_names=("program", "head_tile", "merge"),
         ),
-        compiler_params=ops.COMPILER_PARAMS,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         name="mla_attention_merge",
         interpret=mosaic_ops.interpreter(interpret),
     )(*jax.tree.leaves((inputs, results)))

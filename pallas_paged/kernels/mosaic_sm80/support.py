@@ -26,7 +26,6 @@ from pallas_paged.kernels.mosaic_sm80.latent_config import (
 
 COPY_BYTES = 16  # of one asynchronous copy
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product
-_LARGEST_LATENT = 512  # elements: more would take too many registers
 
 
 def why_not_call(call: Call) -> str | None:
@@ -74,11 +73,8 @@ def _why_not_latents(call: Call) -> str | None:
         return f"needs latents of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
     if call.num_kv_heads != 1:
         return f"needs latents of 1 KV head, not {call.num_kv_heads}"
-    if call.head_dim % LATENT_COLUMNS or call.head_dim > _LARGEST_LATENT:
-        return (
-            f"needs a v_head_dim that is a multiple of {LATENT_COLUMNS} and at most "
-            f"{_LARGEST_LATENT}, not {call.head_dim}"
-        )
+    if call.head_dim % LATENT_COLUMNS:
+        return f"needs a v_head_dim that is a multiple of {LATENT_COLUMNS}, not {call.head_dim}"
     if call.rope_dim * call.dtype.itemsize % COPY_BYTES:
         elements = COPY_BYTES // call.dtype.itemsize
         return (

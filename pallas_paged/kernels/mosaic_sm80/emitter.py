@@ -30,16 +30,6 @@ def swizzle(columns: int, dtype: DTypeLike) -> int:
     raise ValueError(f"{columns=} of {jnp.dtype(dtype).name} must be a multiple of 32 bytes")
 
 
-def _parts_of_rows(num_chunks: int) -> list[tuple[int, int]]:
-    """Return first chunks and widths, powers of 2, of the parts of rows that threads divide."""
-    parts, first = [], 0
-    while first < num_chunks:
-        width = min(1 << ((num_chunks - first).bit_length() - 1), WARPGROUP)
-        parts.append((first, width))
-        first += width
-    return parts
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
     """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain.
@@ -48,11 +38,13 @@ class Tile:
         columns: elements of a row.
         dtype: of the elements.
         plain: not swizzled.
+        in_parts: the threads divide parts of the rows that are powers of 2 chunks.
     """
 
     columns: int
     dtype: Any
     plain: bool = False
+    in_parts: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -61,6 +53,16 @@ class Tile:
     @property
     def swizzle(self) -> int:
         return swizzle(self.columns, self.dtype)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First chunks and widths in chunks of the parts of a row."""
+        first, rest, parts = 0, self.row_bytes // CHUNK, []
+        while rest:
+            width = min(1 << (rest.bit_length() - 1), WARPGROUP) if self.in_parts else rest
+            parts.append((first, width))
+            first, rest = first + width, rest - width
+        return parts
 
 
 class Emitter:
@@ -194,12 +196,18 @@ class Emitter:
         All loads come first: none goes past a copy, which writes shared memory.
         """
         thread, places = self.thread(), []
-        for first_chunk, width in _parts_of_rows(tile.row_bytes // CHUNK):
-            step = WARPGROUP // width  # the column does not depend on the step
-            chunk = self.add(self.rem(thread, width), first_chunk)
-            for start in range(0, rows, step):
-                row = self.add(self.div(thread, width), start)
-                count = (rows - start) * width  # of threads that have a chunk
+        for first, width in tile.parts:
+            for start in range(0, rows * width, WARPGROUP):
+                # Where a step takes full rows, the column does not depend on the step.
+                if WARPGROUP % width:
+                    index = self.add(thread, start)
+                    row, chunk = self.div(index, width), self.rem(index, width)
+                else:
+                    row = self.add(self.div(thread, width), start // width)
+                    chunk = self.rem(thread, width)
+                if first:
+                    chunk = self.add(chunk, first)
+                count = rows * width - start  # of threads that have a chunk
                 known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
                 places.append((count, row, chunk, load(known)))
         for count, row, chunk, loaded in places:

@@ -231,7 +231,7 @@ class Copier:
         item = jnp.dtype(blocks.k.dtype).itemsize
         page_bytes = ops.strides(layout.axes, pages.k)
         head_bytes = pages.k.shape[-1] * item
-        tile = Tile(columns=columns, dtype=blocks.k.dtype)
+        tile = Tile(columns=columns, dtype=blocks.k.dtype, in_parts=blocks.v is None)
         page_size, num_slots = pages.page_size, blocks.tables.shape[0]
         scales = []
         if pages.scales_by_token:

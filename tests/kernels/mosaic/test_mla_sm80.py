@@ -44,6 +44,7 @@ decode = partial(latents, seq_lens=FEW)
 # A tile has rows of several tokens; a sequence has several tiles; one has no queries.
 ragged = partial(latents, seq_lens=(100, 40, 11), q_lens=(5, 0, 11), num_tokens=18)
 TREE = np.random.default_rng(0).random((3, 11, 11)) < 0.5
+TREE[0, 7] = False
 
 
 def every_option(num_q_heads, **others):
@@ -85,7 +86,11 @@ CALLS = [
     (decode(), SPLIT),
     (decode(num_q_heads=64, dtype="float16"), every_option(64)),  # two tiles of heads
     (ragged(), every_option(4, **SPLIT)),  # some rows of a tile see keys in its second part only
-    (ragged(q_lens=(5, 2, 11)), dict(tree_mask=TREE)),
+    # A query sees no key, neither in the first part of its tile nor in the second.
+    (
+        ragged(seq_lens=(70, 40, 11), q_lens=(8, 2, 8)),
+        dict(tree_mask=TREE, sliding_window=6, **SPLIT),
+    ),
 ]
 SLOW_CALLS = [
     (decode(), {}),
@@ -96,7 +101,7 @@ SLOW_CALLS = [
     (decode(head_dim=V + 24), {}),  # a rotary key is padded
     (ragged(), {}),
     (ragged(num_q_heads=48), every_option(48)),
-    (ragged(num_q_heads=64), dict(tree_mask=TREE, sliding_window=6)),
+    (ragged(num_q_heads=64), dict(tree_mask=TREE)),
     (ragged(), dict(causal=False)),
 ]
 

@@ -58,6 +58,7 @@ def merge_partials(
     layout: Any,
     *,
     heads: tuple[int, ...] = (),
+    may_be_empty: bool = False,
 ) -> list[State]:
     """Merge the partial states `first .. first + num_partials - 1`.
 
@@ -68,6 +69,7 @@ def merge_partials(
         elements: D of them as a `pl.ds`, which are loaded of each state.
         layout: of `[*heads, D]`.
         heads: `(H,)` if a place has H heads, `()` if it has one without an axis.
+        may_be_empty: states may have seen no key.
 
     Returns:
         A state (m f32`heads`, l f32`heads`, acc f32`[*heads, D]`) for each of `places`.
@@ -98,10 +100,11 @@ def merge_partials(
         m_i, l_i, acc = state
         lses = [masked(*x) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
-        alpha = jnp.exp2(m_i - m_new)
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if may_be_empty else m_new
+        alpha = jnp.exp2(m_i - m_safe)
         l_new, acc = l_i * alpha, scale(acc, alpha)
         for lse, out in zip(lses, outs, strict=True):
-            w = jnp.exp2(lse - m_new)
+            w = jnp.exp2(lse - m_safe)
             l_new, acc = l_new + w, acc + scale(out, w)
         return m_new, l_new, acc
 

@@ -37,38 +37,67 @@ def test_strict_promotion_is_in_force():
     assert_is_strict()
 
 
+class Heads:
+    """A model's heads, whose K and V are up-projections of latents, and a text of 11 tokens."""
+
+    NUM, NOPE, VALUE, LENGTH, PAGE = 3, 16, 12, 11, 4
+    SCALE = (NOPE + ROPE) ** -0.5
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+        self.latents, self.k_pe = draw(self.LENGTH, LATENT), draw(self.LENGTH, ROPE)
+        self.w_uk, self.w_uv = draw(self.NUM, self.NOPE, LATENT), draw(self.NUM, LATENT, self.VALUE)
+        self.q_nope, self.q_pe = (draw(self.LENGTH, self.NUM, n) for n in (self.NOPE, ROPE))
+        pool = pp.create_kv_pool(
+            num_layers=1, num_pages=3, num_kv_heads=1, page_size=self.PAGE, dtype="float32",
+            head_dim=LATENT + ROPE, v_head_dim=LATENT,
+        )  # fmt: skip
+        tokens = np.concatenate([self.latents, self.k_pe], axis=-1)[:, None]
+        slots = np.arange(self.LENGTH, dtype=np.int32)
+        self.layer = write_kv(pool.layers[0], tokens, None, slots)
+
+    def of_heads(self, tokens):
+        """(out [T, heads, VALUE], lse) of some tokens among themselves, by K and V of each head."""
+        k = np.einsum("tl,hnl->htn", self.latents[tokens], self.w_uk)
+        k_pe = np.tile(self.k_pe[tokens], (self.NUM, 1, 1))
+        k, v = (
+            np.concatenate([k, k_pe], axis=-1),
+            np.einsum("tl,hlv->htv", self.latents[tokens], self.w_uv),
+        )
+        q = np.concatenate([self.q_nope, self.q_pe], axis=-1)[tokens].swapaxes(0, 1)
+        logits = np.float64(q @ k.swapaxes(1, 2)) * self.SCALE
+        logits = np.where(np.tri(logits.shape[1]) > 0, logits, -np.inf)
+        lse = np.logaddexp.reduce(logits, axis=-1)
+        out = np.exp(logits - lse[..., None]) @ v
+        return np.float32(out.swapaxes(0, 1)), np.float32(lse.T)
+
+    def of_latents(self, tokens, length, **options):
+        """The same of tokens that see a text of a length, by absorbed queries."""
+        absorbed = np.einsum("thn,hnl->thl", self.q_nope[tokens], self.w_uk)
+        ends = np.int32([0, len(absorbed)])
+        rows = np.int32([[0, 1, 2]]), np.int32([length]), ends
+        attend = jax.jit(partial(pp.mla_attention, sm_scale=self.SCALE, return_lse=True, **options))
+        out, lse = attend(absorbed, self.q_pe[tokens], self.layer, *rows)
+        return np.einsum("thl,hlv->thv", out, self.w_uv), np.asarray(lse)
+
+
 @pytest.mark.smoke
 def test_absorbed_queries_equal_attention_over_keys_and_values_of_each_head():
-    """As a model computes it: K and V of each head are up-projections of the latents."""
-    rng, num_heads, nope, value = np.random.default_rng(0), 3, 16, 12
-    length, page_size = 11, 4
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    latents, k_pe = draw(length, LATENT), draw(length, ROPE)
-    w_uk, w_uv = draw(num_heads, nope, LATENT), draw(num_heads, LATENT, value)
-    q_nope, q_pe = draw(length, num_heads, nope), draw(length, num_heads, ROPE)
-    scale = (nope + ROPE) ** -0.5
+    heads, tokens = Heads(), slice(None)
+    found, expected = heads.of_latents(tokens, heads.LENGTH), heads.of_heads(tokens)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
-    k = np.concatenate(
-        [np.einsum("tl,hnl->htn", latents, w_uk), np.tile(k_pe, (num_heads, 1, 1))], axis=-1
-    )
-    v = np.einsum("tl,hlv->htv", latents, w_uv)
-    q = np.concatenate([q_nope, q_pe], axis=-1).swapaxes(0, 1)
-    logits = np.where(np.tri(length) > 0, q @ k.swapaxes(1, 2) * scale, -np.inf)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    expected = (weights / weights.sum(axis=-1, keepdims=True)) @ v  # [heads, T, value]
 
-    pool = pp.create_kv_pool(
-        num_layers=1, num_pages=3, num_kv_heads=1, page_size=page_size, dtype="float32",
-        head_dim=LATENT + ROPE, v_head_dim=LATENT,
-    )  # fmt: skip
-    tokens = np.concatenate([latents, k_pe], axis=-1)[:, None]
-    layer = write_kv(pool.layers[0], tokens, None, np.arange(length, dtype=np.int32))
-    absorbed = np.einsum("thn,hnl->thl", q_nope, w_uk)
-    lens, ends = np.int32([length]), np.int32([0, length])
-    attend = jax.jit(partial(pp.mla_attention, sm_scale=scale))
-    out = attend(absorbed, q_pe, layer, np.int32([[0, 1, 2]]), lens, ends)
-    actual = np.einsum("thl,hlv->htv", out, w_uv)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+def test_older_tokens_by_latents_and_new_ones_by_heads_merge_into_all():
+    """As docs/mla.md says of a chunk of a prompt: the new tokens are not absorbed."""
+    heads, first = Heads(), 7
+    new = slice(first, None)
+    parts = heads.of_latents(new, first, causal=False), heads.of_heads(new)
+    merged = jax.jit(pp.merge_attention_states)(*map(np.stack, zip(*parts, strict=True)))
+    for a, b in zip(merged, heads.of_heads(slice(None)), strict=True):
+        np.testing.assert_allclose(a, b[first:], rtol=1e-4, atol=1e-4)
 
 
 @IMPLEMENTATIONS

@@ -84,9 +84,8 @@ def markdown(run: dict) -> str:
     """The table, the provenance of its numbers and the summary."""
     gbps = read_ceiling(run)
     words = f"at {gbps:.0f} GB/s" if gbps else "unknown without a floor"
-    shapes = [with_limit(shape, gbps) for shape in run["shapes"]]
     limit = f"Limit: the latents {words}, or all operations at {calls.PEAK_TFLOPS} TFLOP/s"
-    return calls.markdown({"": shapes}, NAMES, run["meta"], limit)
+    return calls.markdown({"": run["shapes"]}, NAMES, run["meta"], limit)
 
 
 def progress(shape: dict, seconds: float) -> str:

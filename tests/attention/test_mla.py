@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.kernels.families import FAMILIES
 from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits, mla
@@ -143,7 +144,7 @@ def test_many_pages_are_read_by_splits_of_a_row(implementation):
 @pytest.mark.parametrize("kv_dtype", ["float32", *slow(["int8"])])
 @pytest.mark.parametrize("kv_layout", ["NHD", *slow(["HND", "HPND"])])
 @CASES
-def test_xla_makes_nothing_of_the_size_of_a_pool(case, kv_layout, kv_dtype):
+def test_xla_reads_a_pool_once_and_makes_nothing_of_its_size(case, kv_layout, kv_dtype):
     case = replace(case, num_pages=4000)
     stored = (
         case.make() if kv_dtype == "float32" else Quantized(case=case, kv_dtype="int8").make()[0]
@@ -151,7 +152,10 @@ def test_xla_makes_nothing_of_the_size_of_a_pool(case, kv_layout, kv_dtype):
     call = call_in_layout(kv_layout, of_latents(stored, LATENT))
     call["v_pages"] = np.zeros(LATENT)  # its size alone is used
     entry = partial(raw.mla_attention, kv_layout=kv_layout, implementation="xla", sm_scale=SCALE)
-    memory = jax.jit(entry).lower(**call).compile().memory_analysis()
+    lowered = jax.jit(entry).lower(**call)
+    reads = [x for x in lowered.as_text().splitlines() if "stablehlo.gather" in x and "4000x" in x]
+    assert len([x for x in reads if f"x{LATENT + ROPE}x" in x.partition("->")[0]]) == 1
+    memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < call["k_pages"].nbytes // 4
 
 
@@ -198,14 +202,17 @@ class TestGradient:
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
-    def test_is_refused_of_kernels_by_name(self, any_jax):
-        case = DECODE.on("mosaic_sm90")
-        q, *rest = made(case, poison=False)
-        for family in INTERPRETED:
-            how = dict(sm_scale=SCALE, implementation=f"{family}_interpret")
-            loss = lambda q: mla(q, *rest, **how)[0].astype(jnp.float32).sum()  # noqa: B023, E731
-            with pytest.raises(NotImplementedError, match=r"no multi-head latent.*'xla' has it"):
-                jax.eval_shape(jax.grad(loss), q)
+    @needs_mosaic
+    @pytest.mark.parametrize("family", INTERPRETED)
+    def test_is_refused_of_kernels_by_name(self, family):
+        q, *rest = made(DECODE.on(family), poison=False)
+
+        def loss(q):
+            out, _ = mla(q, *rest, sm_scale=SCALE, implementation=f"{family}_interpret")
+            return out.astype(jnp.float32).sum()
+
+        with pytest.raises(NotImplementedError, match=r"no multi-head latent.*'xla' has it"):
+            jax.eval_shape(jax.grad(loss), q)
 
 
 def call_of(case):
@@ -297,7 +304,11 @@ def test_other_entries_refuse_a_layer_of_latents():
     q = np.concatenate([arrays["q_nope"], arrays["q_pe"]], axis=-1)
     at = layer, arrays["block_tables"], arrays["seq_lens"]
     groups = np.int32([8]), np.int32([0, 4])
+    qkv, slots = np.zeros((4, 1, 6, LATENT + ROPE), np.float32), np.zeros(4, np.int32)
+    with pytest.raises(ValueError, match="v must be None with v_head_dim=32: V is a part of k"):
+        pp.rotate_and_write_kv(layer, qkv, slots, **raw.by("triton_interpret"))
     for call in (
+        lambda: unmerged_attention(q[:4], *at),
         lambda: pp.paged_attention(q[:4], *at),
         lambda: pp.ragged_paged_attention(q, *at, arrays["cu_q_lens"]),
         lambda: pp.cascade_attention(q[:4], *at, *groups),

@@ -165,8 +165,9 @@ OPTIONS = dict(soft_cap=3.0, sliding_window=20, sinks=np.linspace(-1, 2, 4, dtyp
 
 
 @needs_mosaic
+@pytest.mark.slow  # tests/kernels/mosaic has smaller ones for each family
 @pytest.mark.parametrize("family", INTERPRETED)
-@pytest.mark.parametrize("options", [{}, *slow([OPTIONS])], ids=["plain", "options"])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 @CASES
 def test_interpreted_kernels_match_the_oracle(case, options, family):
     if jax.default_backend() == "gpu":

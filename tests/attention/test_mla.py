@@ -166,6 +166,7 @@ OPTIONS = dict(soft_cap=3.0, sliding_window=20, sinks=np.linspace(-1, 2, 4, dtyp
 
 @needs_mosaic
 @pytest.mark.slow  # tests/kernels/mosaic has smaller ones for each family
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # it multiplies poison, too
 @pytest.mark.parametrize("family", INTERPRETED)
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 @CASES

@@ -14,11 +14,14 @@ from tests.support.marks import slow
 from tests.support.page_layouts import of_heads
 from tests.support.page_tables import (
     assert_same,
+    attach,
     copy_pages,
     extend,
     extended,
     fork,
+    free,
     i32,
+    retain,
     slot_mapping,
     truncate,
     write_kv,
@@ -191,6 +194,20 @@ def test_forks_and_truncations_of_the_table_copy_latents():
     np.testing.assert_array_equal(tokens_of(table, pool, 1), np.concatenate([first[:3], other]))
     np.testing.assert_array_equal(tokens_of(table, pool, 2), first[N + 1 :])
     pp.check_page_table(table)
+
+    # Row 0 ends, and its full page stays for a prompt that begins with the same tokens.
+    cache, prompt = pp.PrefixCache(page_size=N), [7] * (N + 2)
+    lease = cache.lookup(prompt)
+    new = cache.insert(lease, prompt, np.asarray(table.block_tables)[0, :2].tolist())
+    table, ok = retain(table, i32(*new))
+    assert ok.all() and len(new) == 1
+    cache.release(lease)
+    table = free(table, np.array([True, False, False, False]))
+    found = cache.lookup([*prompt, 8])
+    table, ok = attach(table, i32(3), i32(*found.pages)[None])
+    assert ok.all() and found.num_tokens == N
+    np.testing.assert_array_equal(tokens_of(table, pool, 3), first[:N])
+    pp.check_page_table(table, cache.pages)
 
 
 BIG = dict(num_pages=4096, page_size=16, head_dim=72, v_head_dim=64)

@@ -33,7 +33,7 @@ from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
-from pallas_paged.kernels.mosaic_sm80.latent_merge import MergeShape, merge_latent
+from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
     LatentOutputs,
@@ -60,7 +60,8 @@ def latent_attention(
     Returns:
         `(out [T, Hq, D], lse f32[T, Hq])`; without `with_lse` the second is None.
     """
-    if arrays.cu_q_lens is None:
+    is_decode = arrays.cu_q_lens is None
+    if is_decode:
         one_each = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
         arrays = dataclasses.replace(arrays, cu_q_lens=one_each)
     num_tokens, num_q_heads, head_dim = arrays.q.shape
@@ -119,6 +120,7 @@ def latent_attention(
         arrays.sinks,
         MergeShape.of(shape, head_dim),
         num_q_heads=num_q_heads,
+        most_rows=min(block_q, group) if is_decode else block_q,
         interpret=interpret,
     )
     out = varying_by_device(out.reshape(num_tokens, num_q_heads, head_dim))

@@ -25,7 +25,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
-from pallas_paged.kernels.mosaic_sm90.latent_merge import merge_latents
+from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic_sm90.latent_program import (
     BLOCK_K,
     HEADS_MULTIPLE,
@@ -92,7 +92,7 @@ def mla_attention(
         )
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
     inputs = _inputs(arrays, options, plan.items, interpret=interpret)
-    partials = (shape.num_partials, ROWS)
+    partials = (1, shape.num_partials, ROWS)
     num_rows = num_tokens * num_q_heads
     outputs = LatentOutputs(
         # The merge has references to these two.
@@ -139,13 +139,14 @@ def mla_attention(
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    out, lse = merge_latents(
+    out, lse = merge_latent(
         outputs.out,
         outputs.lse,
         outputs.partials,
         plan.merges,
         arrays.sinks,
-        group=num_q_heads,
+        MergeShape.of(shape, head_dim),
+        num_q_heads=num_q_heads,
         most_rows=most_rows,
         interpret=interpret,
     )

@@ -76,7 +76,7 @@ class LatentOutputs:
     """Results of the kernel: arrays, refs or types."""
 
     out: Any  # [T * Hq, D]
-    partials: ops.Partials  # [partials, 64, ..]
+    partials: ops.Partials  # [1, partials, 64, ..]
     lse: Any  # f32[T * Hq], or None where it is not wanted
 
 
@@ -289,7 +289,7 @@ class Consumer(Program):
         def _():
             out, lse = finish(state, None)
             store_partial_rows(
-                outputs.partials.out.at[work.partial, :, self.columns],
+                outputs.partials.out.at[0, work.partial, :, self.columns],
                 out,
                 work.q_len * self.group - work.offset,
                 ops.WGMMA,
@@ -297,7 +297,7 @@ class Consumer(Program):
                 interpret=self.interpret,
             )
             if self.wg == 0:
-                ops.store(outputs.partials.lse.at[work.partial], lse)
+                ops.store(outputs.partials.lse.at[0, work.partial], lse)
 
     def attend(self, work: WorkDescriptor, rows: RaggedRows) -> State:
         """Return the state of the rows and of the consumer's columns after a work item."""

@@ -1,4 +1,4 @@
-"""Merge of the partial states of split tiles of latent attention, for Ampere and later.
+"""Merge of the partial states of split tiles of latent attention.
 
 A program has rows of one tile. With many states of a tile it has few elements, of which it loads
 those of many states at once.
@@ -57,10 +57,15 @@ def merge_latent(
     shape: MergeShape,
     *,
     num_q_heads: int,
+    most_rows: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles."""
-    num_tiles, _, num_rows, head_dim = partials.out.shape
+    """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles.
+
+    Args:
+        most_rows: of a tile that may be queries, a multiple of those of a program.
+    """
+    num_tiles, _, _, head_dim = partials.out.shape
     group, layout = num_q_heads // num_tiles, heads_layout(shape.rows, shape.columns)
     inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
@@ -105,7 +110,7 @@ def merge_latent(
         mesh=plgpu.Mesh(
             # CUDA does not limit the last.
             grid=(
-                num_rows // shape.rows * (head_dim // shape.columns),
+                most_rows // shape.rows * (head_dim // shape.columns),
                 num_tiles,
                 merges.shape[0],
             ),

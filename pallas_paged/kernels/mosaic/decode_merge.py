@@ -30,7 +30,7 @@ from pallas_paged.kernels.mosaic.softmax_state import State, finish, scale
 MAX_STATES_PER_STEP = 48  # each takes two registers
 
 
-def _heads_layout(num_heads: int, head_dim: int) -> Any:
+def heads_layout(num_heads: int, head_dim: int) -> Any:
     """Return the layout of outputs `[num_heads, head_dim]` of one, two or four heads on four warps.
 
     A warp has elements of one head. Where these are fewer than its threads, threads share them.
@@ -58,6 +58,7 @@ def merge_partials(
     layout: Any,
     *,
     heads: tuple[int, ...] = (),
+    may_be_empty: bool = False,
 ) -> list[State]:
     """Merge the partial states `first .. first + num_partials - 1`.
 
@@ -68,6 +69,7 @@ def merge_partials(
         elements: D of them as a `pl.ds`, which are loaded of each state.
         layout: of `[*heads, D]`.
         heads: `(H,)` if a place has H heads, `()` if it has one without an axis.
+        may_be_empty: states may have seen no key.
 
     Returns:
         A state (m f32`heads`, l f32`heads`, acc f32`[*heads, D]`) for each of `places`.
@@ -98,10 +100,11 @@ def merge_partials(
         m_i, l_i, acc = state
         lses = [masked(*x) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
-        alpha = jnp.exp2(m_i - m_new)
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if may_be_empty else m_new
+        alpha = jnp.exp2(m_i - m_safe)
         l_new, acc = l_i * alpha, scale(acc, alpha)
         for lse, out in zip(lses, outs, strict=True):
-            w = jnp.exp2(lse - m_new)
+            w = jnp.exp2(lse - m_safe)
             l_new, acc = l_new + w, acc + scale(out, w)
         return m_new, l_new, acc
 
@@ -132,7 +135,7 @@ def _merge_decode_kernel(
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
 
     heads_of = [pl.ds(q_head, together) for q_head in q_heads]
-    layout = _heads_layout(together, states.head_dim)
+    layout = heads_layout(together, states.head_dim)
     sinks = (
         [None] * len(q_heads)
         if states.sinks is None

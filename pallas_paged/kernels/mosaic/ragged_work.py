@@ -103,6 +103,7 @@ def visible_in_block(
     last: jax.Array,
     before: Any,
     tree_words: Any,
+    layout: Any = ops.WGMMA,
 ) -> jax.Array:
     """Return which keys of a block each query row of a warpgroup sees.
 
@@ -113,8 +114,9 @@ def visible_in_block(
         last: i32`[64]`, the last key that each query sees.
         before: keys older than all queries of the sequence.
         tree_words: `Work.tree_words` of the warpgroup, or None.
+        layout: of `keys`, which may have other rows than 64 then.
     """
-    tree = functools.partial(_visible_in_tree, tree_words, first_key, before, keys)
+    tree = functools.partial(_visible_in_tree, tree_words, first_key, before, keys, layout)
     return visible(
         keys,
         positions,
@@ -125,7 +127,9 @@ def visible_in_block(
     )
 
 
-def _visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Array) -> jax.Array:
+def _visible_in_tree(
+    words_ref: Any, first_key: Any, before: Any, keys: jax.Array, layout: Any
+) -> jax.Array:
     """Return which keys each row sees under its tree mask.
 
     Args:
@@ -133,13 +137,14 @@ def _visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Arra
         first_key: the first of `keys`.
         before: keys older than the tree; all rows see them.
         keys: i32`[64, block_k]`.
+        layout: of `keys`.
     """
     newest = keys - before
     first_word = (first_key - before) >> 5
-    bits = ops.full(keys.shape, 0, ops.WGMMA, jnp.int32)
+    bits = ops.full(keys.shape, 0, layout, jnp.int32)
     for i in range((keys.shape[1] + 30) // 32 + 1):  # the first key may be any bit of its word
         # Words past the end of a mask are 0, as the last one is.
         word = jnp.clip(first_word + i, 0, words_ref.shape[0] - 1)
-        word = ops.load(words_ref.at[word], ops.WGMMA_ROW)
+        word = ops.load(words_ref.at[word], layout.reduce(1))
         bits = jnp.where(newest >> 5 == first_word + i, ops.bcast(word, keys), bits)
     return (newest < 0) | ((bits >> (newest & 31)) & 1 == 1)

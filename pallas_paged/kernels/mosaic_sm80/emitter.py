@@ -38,11 +38,13 @@ class Tile:
         columns: elements of a row.
         dtype: of the elements.
         plain: not swizzled.
+        in_parts: the threads divide parts of the rows that are powers of 2 chunks.
     """
 
     columns: int
     dtype: Any
     plain: bool = False
+    in_parts: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -51,6 +53,16 @@ class Tile:
     @property
     def swizzle(self) -> int:
         return swizzle(self.columns, self.dtype)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First chunks and widths in chunks of the parts of a row."""
+        first, rest, parts = 0, self.row_bytes // CHUNK, []
+        while rest:
+            width = min(1 << (rest.bit_length() - 1), WARPGROUP) if self.in_parts else rest
+            parts.append((first, width))
+            first, rest = first + width, rest - width
+        return parts
 
 
 class Emitter:
@@ -183,19 +195,21 @@ class Emitter:
 
         All loads come first: none goes past a copy, which writes shared memory.
         """
-        per_row = tile.row_bytes // CHUNK
         thread, places = self.thread(), []
-        for start in range(0, rows * per_row, WARPGROUP):
-            # Where a step takes full rows, the column does not depend on the step.
-            if WARPGROUP % per_row:
-                index = self.add(thread, start)
-                row, chunk = self.div(index, per_row), self.rem(index, per_row)
-            else:
-                row = self.add(self.div(thread, per_row), start // per_row)
-                chunk = self.rem(thread, per_row)
-            count = rows * per_row - start  # of threads that have a chunk
-            known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
-            places.append((count, row, chunk, load(known)))
+        for first, width in tile.parts:
+            for start in range(0, rows * width, WARPGROUP):
+                # Where a step takes full rows, the column does not depend on the step.
+                if WARPGROUP % width:
+                    index = self.add(thread, start)
+                    row, chunk = self.div(index, width), self.rem(index, width)
+                else:
+                    row = self.add(self.div(thread, width), start // width)
+                    chunk = self.rem(thread, width)
+                if first:
+                    chunk = self.add(chunk, first)
+                count = rows * width - start  # of threads that have a chunk
+                known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
+                places.append((count, row, chunk, load(known)))
         for count, row, chunk, loaded in places:
 
             def copy(row=row, chunk=chunk, loaded=loaded):
@@ -290,9 +304,13 @@ class Emitter:
         """Store 16 bytes to device memory."""
         self.effect("st.global.v4.b32 [$0], {$1,$2,$3,$4};", address, *words)
 
-    def store_device_word(self, address: Any, word: Any) -> None:
-        """Store 32 bits to device memory."""
-        self.effect("st.global.b32 [$0], $1;", address, word)
+    def store_device_word(self, address: Any, word: Any, *, where: Any = None) -> None:
+        """Store 32 bits to device memory, in threads where a condition holds."""
+        self._utils.inline_ptx("st.global.b32 [$0], $1;", address, word, predicate=where)
+
+    def word(self, x: Any) -> Any:
+        """Return a value or vector of 32 bits as a word."""
+        return self._utils.bitcast(x, self._i32)
 
     def value(self, x: Any) -> Any:
         """Return the thread's value of an argument i32`[128]` with the layout `THREADS`."""

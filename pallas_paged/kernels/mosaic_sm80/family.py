@@ -20,6 +20,7 @@ class MosaicSm80(Family):
         "decode": MosaicSm80DecodeConfig,
         "ragged": MosaicSm80RaggedConfig,
     }
+    reads_latents = True
 
     def why_not_device(self, device: Device) -> str | None:
         return device.why_not(least="8.0")
@@ -31,9 +32,11 @@ class MosaicSm80(Family):
         return support.why_not_call(call)
 
     def bind(self, call: Call) -> Callable[..., Any]:
-        from pallas_paged.kernels.mosaic_sm80 import decode, ragged
+        from pallas_paged.kernels.mosaic_sm80 import decode, latent, ragged
 
         static: dict[str, Any] = dict(config=support.config_of(call), interpret=call.interpret)
+        if call.rope_dim:
+            return functools.partial(latent.latent_attention, with_lse=call.with_lse, **static)
         if call.kernel == "decode":
             return functools.partial(decode.paged_decode, **static)
         return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
@@ -43,7 +46,7 @@ class MosaicSm80(Family):
     ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         from pallas_paged.kernels.mosaic_sm80 import decode
 
-        if writes:
+        if writes or call.rope_dim:
             return None
         config = support.config_of(call)
         return (

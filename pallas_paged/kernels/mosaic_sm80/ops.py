@@ -6,10 +6,12 @@ Only this module branches on `interpret`. The interpreter can't run inline PTX a
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -179,8 +181,20 @@ def _copy_rows_now(source: Any, to: Any, first: jax.Array, count: Any) -> None:
         to[row] = jnp.pad(jnp.where(row < count, x, 0), (0, columns - width))
 
 
-def store_rows(ref: Any, value: jax.Array, count: Any, layout: Any, *, interpret: bool) -> None:
-    """Store the first `count` rows of a matrix f32`[R, C]` of this layout to device memory."""
+def store_rows(
+    ref: Any,
+    value: jax.Array,
+    count: Any,
+    layout: Any,
+    *,
+    pitch: int | None = None,
+    interpret: bool,
+) -> None:
+    """Store the first `count` rows of a matrix f32`[R, C]` of this layout to device memory.
+
+    Args:
+        pitch: elements from one row of `ref` to the next; None for C.
+    """
     if interpret:
         ref[...] = value
         return
@@ -189,7 +203,7 @@ def store_rows(ref: Any, value: jax.Array, count: Any, layout: Any, *, interpret
     def store(_, ref, value, scalars):
         m = Emitter()
         (count,) = map(m.scalar, scalars)
-        columns = value.shape[1]
+        columns = pitch or value.shape[1]
         indices = value.layout.thread_idxs(value.shape)
         for index, register in zip(indices, value.registers.flat, strict=True):
             row, column = map(m.of_index, index)
@@ -197,3 +211,51 @@ def store_rows(ref: Any, value: jax.Array, count: Any, layout: Any, *, interpret
             m.store(m.address(ref, at), register, where=m.less(row, count))
 
     store(ref, value, scalars(count))
+
+
+def store_words(
+    ref: Any,
+    value: jax.Array,
+    first: Any,
+    count: Any,
+    layout: Any,
+    *,
+    column: int = 0,
+    interpret: bool,
+) -> None:
+    """Store the first `count` rows of a value to rows from `first` on of device memory.
+
+    Args:
+        ref: `[rows, columns]`, or `[rows]` of 32 bits.
+        value: pairs of 16 bits `[R, C]`, or `[R]` of 32 bits; its elements go to `column` and those
+            behind it.
+        layout: of the value, with two neighbours of a row in a register.
+    """
+    if interpret:
+
+        @pl.loop(0, count)
+        def _(i):
+            if value.ndim == 1:
+                ref[first + i] = value[i]
+            else:
+                ref[first + i, pl.ds(column, value.shape[1])] = value[i]
+
+        return
+    size = jnp.dtype(ref.dtype).itemsize
+    row_bytes = size * math.prod(ref.shape[1:])
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, (SCALAR,) * 2))
+    def store(_, ref, value, scalars):
+        m = Emitter()
+        first, count = map(m.scalar, scalars)
+        start = m.address(ref, m.add(m.mul(m.wide(first), row_bytes), column * size))
+        indices = value.layout.thread_idxs(value.shape)
+        for index, register in zip(indices, value.registers.flat, strict=True):
+            row, *columns = map(m.of_index, index)
+            at = m.mul(row, row_bytes)
+            for x in columns:
+                at = m.add(at, m.mul(x, size))
+            at = m.add(start, m.wide(at))
+            m.store_device_word(at, m.word(register), where=m.less(row, count))
+
+    store(ref, value, scalars(first, count))

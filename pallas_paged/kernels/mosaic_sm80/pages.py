@@ -34,7 +34,7 @@ class Pages:
     """The pages of K and V and their scales, with all axes of their layout: arrays or refs.
 
     Attributes:
-        k, v: one-byte elements as words i16`[..., D / 2]`.
+        k, v: one-byte elements as words i16`[..., D / 2]`; v is None of latents.
         k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None.
         block_tables: i32`[B, N]`.
     """
@@ -90,7 +90,7 @@ class Blocks:
     """Refs to blocks in shared memory, or their types.
 
     Attributes:
-        k, v: `[num_stages, block_k, columns]`, swizzled.
+        k, v: `[num_stages, block_k, columns]`, swizzled; v is None of latents.
         tables: i32`[2 * num_stages, block_k]`, the page of each token.
         k_scales, v_scales: f32`[num_stages, block_k]`, or None.
     """
@@ -109,19 +109,21 @@ class Blocks:
         block_k: int,
         columns: int,
         dtype: DTypeLike,
-        scales_by_token: bool,
+        scales_by_token: bool = False,
+        latent: bool = False,
     ) -> Blocks:
         """Return the types of the refs.
 
         Args:
             columns: elements of a row, at least head_dim.
             dtype: of the elements; of one-byte pages i16.
+            latent: V are elements of K.
         """
         block = ops.swizzled((num_stages, block_k, columns), dtype)
         scales = plgpu.SMEM((num_stages, block_k), jnp.float32) if scales_by_token else None
         return cls(
             k=block,
-            v=block,
+            v=None if latent else block,
             tables=plgpu.SMEM((_TABLE_SLOTS * num_stages, block_k), jnp.int32),
             k_scales=scales,
             v_scales=scales,
@@ -155,6 +157,12 @@ class Copier:
     @property
     def num_stages(self) -> int:
         return self.blocks.k.shape[0]
+
+    @property
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Pages and blocks of K and, but of latents, of V."""
+        of_k, of_v = (self.pages.k, self.blocks.k), (self.pages.v, self.blocks.v)
+        return [of_k] if self.blocks.v is None else [of_k, of_v]
 
     def where(self, condition: jax.Array, other: Copier) -> Copier:
         """Return this copier where a condition holds, else `other` of the same program."""
@@ -223,7 +231,7 @@ class Copier:
         item = jnp.dtype(blocks.k.dtype).itemsize
         page_bytes = ops.strides(layout.axes, pages.k)
         head_bytes = pages.k.shape[-1] * item
-        tile = Tile(columns=columns, dtype=blocks.k.dtype)
+        tile = Tile(columns=columns, dtype=blocks.k.dtype, in_parts=blocks.v is None)
         page_size, num_slots = pages.page_size, blocks.tables.shape[0]
         scales = []
         if pages.scales_by_token:
@@ -233,7 +241,7 @@ class Copier:
 
         @plgpu.inline_mgpu(
             arg_types=(
-                ((ref, block_ref), (ref, block_ref)),
+                [(ref, block_ref) for _ in self._pairs],
                 [(ref, ref) for _ in scales],
                 ref,
                 (ops.SCALAR,) * 6,
@@ -289,7 +297,7 @@ class Copier:
             m.either(all_seen, lambda: copy_all(True), lambda: copy_all(False))
 
         copy(
-            ((pages.k, blocks.k), (pages.v, blocks.v)),
+            self._pairs,
             scales,
             blocks.tables,
             ops.scalars(
@@ -318,7 +326,7 @@ class Copier:
             )
             keys = first + jnp.arange(count)
             seen = (keys >= self.first_key) & (keys < self.end_key)
-            for kv, (source, to) in enumerate(((pages.k, blocks.k), (pages.v, blocks.v))):
+            for kv, (source, to) in enumerate(self._pairs):
                 x = source[layout.index(kv, **places)]
                 x = jnp.pad(jnp.where(seen[:, None], x, 0), ((0, 0), (0, columns - head_dim)))
                 to[stage, pl.ds(i, count)] = x

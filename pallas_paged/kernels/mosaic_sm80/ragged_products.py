@@ -83,6 +83,20 @@ def multiply_pv(
     return multiply(acc, alpha, p, v)
 
 
+def scale_changed_rows(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:
+    """Return f32`[R, D]` factors * acc; a warp where all of factors f32`[R]` are 1 does nothing."""
+    if interpret:
+        return acc * factors[:, None]
+    result = plgpu.ShapeDtypeStruct(acc.shape, np.dtype("float32"), layout=ops.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(ops.WGMMA, ops.WGMMA_ROW), return_type=result)
+    def scale(_, acc, factors):
+        warp = _Warp()
+        return warp.array(warp.scale_rows(warp.elements(acc), warp.row_elements(factors)))
+
+    return scale(acc, factors)
+
+
 class _Warp:
     """Emits the instructions of a warp; operands are 16-bit matrices like `ref` in shared memory.
 
@@ -90,16 +104,17 @@ class _Warp:
     a lane's rows `r` and `r + 8` and two columns.
     """
 
-    def __init__(self, ref: Any):
+    def __init__(self, ref: Any = None):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
 
         self.emit = Emitter()
         self._utils: Any = utils  # JAX 0.10 lacks some of it
         self._i32, self._f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        matrix = ir.MemRefType(ref.type)
-        self._dtype = str(matrix.element_type)
-        self._pitch = 2 * matrix.shape[-1]
+        if ref is not None:
+            matrix = ir.MemRefType(ref.type)
+            self._dtype = str(matrix.element_type)
+            self._pitch = 2 * matrix.shape[-1]
 
     def _address(self, ref: Any, row: Any, half: Any) -> Any:
         """Return the address of a row, or of its second 8 elements."""

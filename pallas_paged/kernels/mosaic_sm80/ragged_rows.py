@@ -36,6 +36,7 @@ class RaggedRows:
         kv_head: their KV head.
         q_start, q_len: first token and number of tokens of the sequence in the packed queries.
         offset: the first of the rows within the sequence.
+        layout: of values of the rows in registers.
     """
 
     count: int
@@ -45,27 +46,40 @@ class RaggedRows:
     q_start: Any
     q_len: Any
     offset: Any
+    layout: Any = ROW
 
     def tokens(self) -> jax.Array:
         """Return the token i32`[R]` of each row within its sequence."""
-        return (self.offset + wgmma_ops.iota((self.count,), 0, ROW)) // self.group
+        return (self.offset + wgmma_ops.iota((self.count,), 0, self.layout)) // self.group
 
     def index(self) -> jax.Array:
         """Return for each row i32`[R]` its index in `[T * Hq]`; -1 past the sequence's end."""
-        packed = self.offset + wgmma_ops.iota((self.count,), 0, ROW)
+        packed = self.offset + wgmma_ops.iota((self.count,), 0, self.layout)
         token, head = packed // self.group, packed % self.group
         index = (self.q_start + token) * self.num_q_heads + self.kv_head * self.group + head
         return jnp.where(token < self.q_len, index, -1)
 
+    def first_of_neighbours(self) -> jax.Array:
+        """Return the index in `[T * Hq]` of the first row, where the others follow it.
+
+        They do where the rows have all heads of their tokens, or are of one token.
+        """
+        token, head = lax.div(self.offset, self.group), lax.rem(self.offset, self.group)
+        return (self.q_start + token) * self.num_q_heads + self.kv_head * self.group + head
+
+    def num_neighbours(self) -> jax.Array:
+        """Return how many of the rows are within the sequence."""
+        return jnp.clip(self.q_len * self.group - self.offset, 0, self.count)
+
     def of_heads(self, ref: Any) -> jax.Array:
         """Return f32`[R]` of each row's head, of a ref from `repeat_heads`."""
         first = lax.rem(self.offset, self.group)
-        return wgmma_ops.load(ref.at[self.kv_head, pl.ds(first, self.count)], ROW)
+        return wgmma_ops.load(ref.at[self.kv_head, pl.ds(first, self.count)], self.layout)
 
     def of_packed(self, ref: Any) -> jax.Array:
         """Return i32`[R]` of each row's token, of a ref from `repeat_tokens`."""
         first = self.q_start * self.group + self.offset
-        return wgmma_ops.load(ref.at[pl.ds(first, self.count)], ROW)
+        return wgmma_ops.load(ref.at[pl.ds(first, self.count)], self.layout)
 
 
 def repeat_heads(x: jax.Array, num_kv_heads: int, count: int) -> jax.Array:

@@ -18,6 +18,11 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     ragged_config,
     ragged_shared_memory,
 )
+from pallas_paged.kernels.mosaic_sm80.latent_config import (
+    LATENT_COLUMNS,
+    latent_config,
+    latent_shared_memory,
+)
 
 COPY_BYTES = 16  # of one asynchronous copy
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product
@@ -27,6 +32,8 @@ def why_not_call(call: Call) -> str | None:
     """Return why the kernels can't do a call, or None."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
+    if call.rope_dim:
+        return _why_not_latents(call)
     if call.kv_dtype not in (call.dtype, jnp.int8, jnp.float8_e4m3fn):
         return (
             f"needs pages of q's dtype {call.dtype.name}, int8 or float8_e4m3fn, not of "
@@ -58,6 +65,28 @@ def why_not_call(call: Call) -> str | None:
         needed = decode_shared_memory(config, **sizes)
     else:
         needed = ragged_shared_memory(config, **sizes)
+    return _why_not_memory(call, config, needed)
+
+
+def _why_not_latents(call: Call) -> str | None:
+    if call.kv_dtype != call.dtype:
+        return f"needs latents of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
+    if call.num_kv_heads != 1:
+        return f"needs latents of 1 KV head, not {call.num_kv_heads}"
+    if call.head_dim % LATENT_COLUMNS:
+        return f"needs a v_head_dim that is a multiple of {LATENT_COLUMNS}, not {call.head_dim}"
+    if call.rope_dim * call.dtype.itemsize % COPY_BYTES:
+        elements = COPY_BYTES // call.dtype.itemsize
+        return (
+            f"needs a head_dim that is a multiple of {elements}, "
+            f"not {call.head_dim + call.rope_dim}"
+        )
+    config = config_of(call)
+    needed = latent_shared_memory(config, head_dim=call.head_dim, rope_dim=call.rope_dim)
+    return _why_not_memory(call, config, needed)
+
+
+def _why_not_memory(call: Call, config: Any, needed: int) -> str | None:
     limit = call.device.shared_memory
     if needed > limit:
         return (
@@ -69,6 +98,9 @@ def why_not_call(call: Call) -> str | None:
 def config_of(call: Call) -> Any:
     """Return the config given by the caller, or what the heuristic chooses for the device."""
     memory = call.device.shared_memory
+    if call.rope_dim:
+        choose = functools.partial(latent_config, rope_dim=call.rope_dim, shared_memory=memory)
+        return call.choose_config({"decode": choose, "ragged": choose})
     heuristics: dict[Kernel, Callable[..., Any]] = {
         "decode": functools.partial(decode_config, shared_memory=memory),
         "ragged": functools.partial(ragged_config, shared_memory=memory),

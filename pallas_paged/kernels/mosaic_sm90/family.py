@@ -18,17 +18,30 @@ class _MosaicSm90(MosaicSm80):
 
     name = "mosaic_sm90"
     configs: ClassVar[dict[Kernel, type]] = MosaicSm80.configs | {"ragged": MosaicSm90RaggedConfig}
+    reads_latents = True
 
     def why_not_device(self, device: Device) -> str | None:
         return support.why_not_device(device)
 
     def why_not_call(self, call: Call) -> str | None:
+        if call.rope_dim:
+            return support.why_not_latents(call)
         return super().why_not_call(call) if call.kernel == "decode" else support.why_not_call(call)
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:
         return support.why_no_gradient(arrays)
 
     def bind(self, call: Call) -> Callable[..., Any]:
+        if call.rope_dim:
+            from pallas_paged.kernels.mosaic_sm90 import latent
+
+            return functools.partial(
+                latent.mla_attention,
+                num_programs=call.device.num_sms,
+                fixed_split_size=call.fixed_split_size,
+                with_lse=call.with_lse,
+                interpret=call.interpret,
+            )
         if call.kernel == "decode":
             return super().bind(call)
         from pallas_paged.kernels.mosaic_sm90 import ragged

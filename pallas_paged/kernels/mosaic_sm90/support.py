@@ -15,6 +15,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
+LATENT_DIMS = (512, 64)  # of the latent, and of the rotary key behind it
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 
@@ -40,6 +41,21 @@ def why_not_call(call: Call) -> str | None:
     if call.page_size < MIN_PAGE_SIZE:
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits
+
+
+def why_not_latents(call: Call) -> str | None:
+    """Return why the kernel of latents can't do a call, or None."""
+    if call.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, not {call.dtype.name}"
+    if call.kv_dtype != call.dtype:
+        return f"needs latents of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
+    if (call.head_dim, call.rope_dim) != LATENT_DIMS:
+        return f"needs latents of {LATENT_DIMS} elements, not {(call.head_dim, call.rope_dim)}"
+    if call.num_kv_heads > 1:
+        return f"needs one head of latents, not {call.num_kv_heads}"
+    if call.page_size < MIN_PAGE_SIZE:
+        return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
+    return None
 
 
 def why_no_gradient(arrays: Arrays) -> str | None:

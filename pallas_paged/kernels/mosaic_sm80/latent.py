@@ -1,0 +1,156 @@
+"""Multi-head latent attention over paged latents for Ampere and later, a Mosaic GPU kernel.
+
+The query rows of a sequence, token after token and within a token head after head, are divided into
+tiles of 16 or 32. A program of four warps attends one work item of `ragged_plan`, a tile and blocks
+of latents. A block is copied to shared memory once, and both products read it there:
+
+    S [R, block_k] = Q [R, 576] K^T [576, block_k]          softmax over the columns
+    O [R, 512]    += P [R, block_k] K[:, :512]
+
+The warps divide the rows into sixteens, and the keys of S and the columns of O among them, so the
+maximum of a row goes across warps, and P goes through shared memory. The tiles of a token's heads
+are neighbours in the grid: the first to read a block brings it to the L2 cache for the others.
+Split tiles leave partial states for `latent_merge`.
+
+Decoding is a ragged call with one query a sequence.
+
+FlashAttention-2 (Dao 2023) over the latents of DeepSeek-V2 (2024), absorbed as there in 2.1.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.decode_plan import programs_per_kv_head
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops as mosaic_ops
+from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
+from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
+from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
+from pallas_paged.kernels.mosaic_sm80.latent_program import (
+    LatentInputs,
+    LatentOutputs,
+    Program,
+    scratch_types,
+)
+from pallas_paged.kernels.mosaic_sm80.pages import Pages
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
+from pallas_paged.kernels.ragged_plan import PlanShape
+
+_DESCRIPTOR_WORDS = 16  # i32 of a packed work item
+
+
+def latent_attention(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: LatentConfig,
+    with_lse: bool = True,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend to latents with the newest tokens of each sequence, one each without `cu_q_lens`.
+
+    Returns:
+        `(out [T, Hq, D], lse f32[T, Hq])`; without `with_lse` the second is None.
+    """
+    is_decode = arrays.cu_q_lens is None
+    if is_decode:
+        one_each = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
+        arrays = dataclasses.replace(arrays, cu_q_lens=one_each)
+    num_tokens, num_q_heads, head_dim = arrays.q.shape
+    block_q, num_tiles = config.block_q, head_tiles(num_q_heads, config.block_q)
+    group = num_q_heads // num_tiles
+    with jax.named_scope("ragged_plan"):
+        num_programs = programs_per_kv_head(config.num_programs, num_tiles)
+        shape = PlanShape.of(arrays, config, options, group=group, num_programs=num_programs)
+        plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
+
+    inputs = _inputs(arrays, options, plan.items, num_tiles, block_q)
+    partials = (num_tiles, shape.num_partials, block_q)
+    lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
+    outputs = LatentOutputs(
+        # The merge has references to these two.
+        out=result_shape(inputs.q[0].shape, arrays.q.dtype, varying=False),
+        partials=mosaic_ops.Partials(
+            out=result_shape((*partials, head_dim), jnp.float32),
+            lse=result_shape(partials, jnp.float32),
+        ),
+        lse=lse_type if with_lse else None,
+    )
+    scratch = scratch_types(
+        config, head_dim=head_dim, rope_dim=arrays.rope_dim, dtype=arrays.q.dtype
+    )
+
+    def body(inputs, outputs):
+        def run(scratch):
+            Program(
+                inputs=inputs,
+                outputs=outputs,
+                scratch=scratch,
+                options=options,
+                num_q_heads=num_q_heads,
+                num_tiles=num_tiles,
+                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+                interpret=interpret,
+            ).run()
+
+        pl.run_scoped(run, scratch)
+
+    results = pl.kernel(
+        mosaic_ops.with_trees(body, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        mesh=plgpu.Mesh(grid=(plan.items.shape[0] * num_tiles,), grid_names=("program",)),
+        compiler_params=ops.COMPILER_PARAMS,
+        name="mla_attention",
+        interpret=mosaic_ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    out, lse = merge_latent(
+        outputs.out,
+        outputs.lse,
+        outputs.partials,
+        plan.merges,
+        arrays.sinks,
+        MergeShape.of(shape, head_dim),
+        num_q_heads=num_q_heads,
+        most_rows=min(block_q, group) if is_decode else block_q,
+        interpret=interpret,
+    )
+    out = varying_by_device(out.reshape(num_tokens, num_q_heads, head_dim))
+    if lse is not None:
+        lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
+    return out, lse
+
+
+def _inputs(
+    arrays: Arrays, options: LogitOptions, items: jax.Array, num_tiles: int, block_q: int
+) -> LatentInputs:
+    group = arrays.num_q_heads // num_tiles
+
+    def of_heads(x):
+        return None if x is None else repeat_heads(x, num_tiles, block_q)
+
+    positions = tree_words = None
+    if arrays.q_positions is not None and (
+        arrays.alibi_slopes is not None or options.sliding_window is not None
+    ):
+        positions = repeat_tokens(arrays.q_positions, group, block_q)
+    if arrays.tree_mask is not None:
+        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
+        tree_words = repeat_tokens(words, group, block_q, axis=2)
+    return LatentInputs(
+        q=[x.reshape(-1, x.shape[-1]) for x in (arrays.q, arrays.q_pe) if x is not None],
+        pages=Pages.with_pages(arrays, arrays.k_pages, None),
+        items=items,
+        alibi_slopes=of_heads(arrays.alibi_slopes),
+        sinks=of_heads(arrays.sinks),
+        positions=positions,
+        tree_words=tree_words,
+    )

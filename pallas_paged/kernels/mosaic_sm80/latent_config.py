@@ -1,0 +1,105 @@
+"""Config of the kernel that reads latents, for Ampere and later: what is chosen.
+
+Importing this module does not import Mosaic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
+
+# Elements of a row of shared memory, and of a product: a latent and its rotary key are multiples.
+LATENT_COLUMNS = 64
+_REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
+# Programs per SM, keys of a block and stages, by the rows of a tile: the first that fit. Two
+# programs run the softmax of one under the products of the other.
+_LOOPS = {
+    16: ((2, 32, 2), (1, 32, 3), (1, 32, 2), (1, 32, 1)),
+    32: ((2, 32, 2), (2, 16, 2), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """How the kernel and its merge run. Results differ by rounding only.
+
+    Attributes:
+        block_q: query rows of a tile, one for each token and query head: 16 or 32.
+        block_k: latents per loop step, 16 or 32; 32 where a tile has 16 rows.
+        num_stages: blocks of latents in shared memory.
+        num_programs: programs of the whole device that run at the same time. Latents are split
+            where that lets them end earlier.
+        fixed_split_size: None, or tokens after which the latents are split of every row whose
+            queries fit one tile, a multiple of `block_k`.
+    """
+
+    block_q: int
+    block_k: int
+    num_stages: int
+    num_programs: int
+    fixed_split_size: int | None = None
+
+
+def padded_rope_dim(rope_dim: int) -> int:
+    """Return the elements of a rotary key in shared memory."""
+    return -(-rope_dim // LATENT_COLUMNS) * LATENT_COLUMNS
+
+
+def head_tiles(num_q_heads: int, block_q: int) -> int:
+    """Return among how many programs the heads of a token are divided.
+
+    More than one have the rows of one token each. Otherwise tiles have rows of several tokens.
+    """
+    return max(num_q_heads // block_q, 1) if num_q_heads % block_q == 0 else 1
+
+
+def latent_shared_memory(config: LatentConfig, *, head_dim: int, rope_dim: int) -> int:
+    """Return the bytes of shared memory that a program needs at most."""
+    columns = head_dim + padded_rope_dim(rope_dim)
+    tokens = config.num_stages * config.block_k
+    buffers = [
+        2 * config.block_q * head_dim,  # the queries
+        2 * config.block_q * padded_rope_dim(rope_dim),
+        2 * config.block_q * config.block_k,  # the probabilities of a block
+        2 * tokens * columns,  # the latents
+        8 * tokens,  # entries of the block table
+        _REDUCTION_BYTES,
+    ]
+    return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
+
+
+def latent_config(
+    *,
+    num_q_heads: int,
+    head_dim: int,
+    rope_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    num_sms: int,
+    num_tokens: int | None = None,
+    shared_memory: int = HOPPER_SHARED_MEMORY,
+    **_: int,
+) -> LatentConfig:
+    """Return the heuristic config of a call, from static shapes only.
+
+    Args:
+        num_q_heads, head_dim, rope_dim, max_kv_len, num_seqs: sizes of the call.
+        num_sms: streaming multiprocessors of the device.
+        num_tokens: query tokens; None for one a sequence.
+        shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
+        _: sizes that other heuristics need.
+    """
+    rows = num_q_heads * (num_seqs if num_tokens is None else num_tokens)
+    block_q = 16 if rows <= 16 * num_seqs else 32
+    for programs_per_sm, block_k, num_stages in _LOOPS[block_q]:
+        config = LatentConfig(
+            block_q=block_q, block_k=block_k, num_stages=num_stages, num_programs=1
+        )
+        needed = latent_shared_memory(config, head_dim=head_dim, rope_dim=rope_dim)
+        if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
+            break
+    tiles = head_tiles(num_q_heads, block_q)
+    num_blocks = (rows // (tiles * block_q) + num_seqs) * -(-max_kv_len // config.block_k)
+    per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
+    return dataclasses.replace(config, num_programs=per_tile * tiles)

@@ -1,0 +1,208 @@
+"""Multi-head latent attention over paged latents, a Pallas Mosaic GPU kernel for Hopper.
+
+The query rows of a sequence, token after token and within a token head after head, are divided into
+tiles of 64. A program attends one work item of `ragged_plan`, a tile and blocks of keys, see
+`latent_program`. Each block of latents is copied once by TMA, and is K and V. Split tiles leave
+partial states for `latent_merge`.
+
+As in FlashMLA (DeepSeek-AI, 2025) and FlashInfer, warpgroups divide the columns of the result,
+whose 512 columns are too many for the registers of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
+from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
+from pallas_paged.kernels.mosaic_sm90.latent_program import (
+    BLOCK_K,
+    HEADS_MULTIPLE,
+    NUM_CONSUMERS,
+    ROWS,
+    LatentInputs,
+    LatentOutputs,
+    LatentScratch,
+    Program,
+)
+from pallas_paged.kernels.mosaic_sm90.ring import Pool
+from pallas_paged.kernels.ragged_plan import PlanShape
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+)
+_DESCRIPTOR_WORDS = 16  # i32 of a packed work item
+
+
+def mla_attention(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    num_programs: int,
+    fixed_split_size: int | None = None,
+    with_lse: bool = True,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend to latents; return `(out [T, Hq, D], lse f32[T, Hq])`.
+
+    `arrays.q_positions` are the positions of the queries, if given; all keys are older then.
+    Without `with_lse` the second result is None. Without `cu_q_lens` a row has one query.
+    """
+    if arrays.num_q_heads % HEADS_MULTIPLE:
+        return _with_more_heads(
+            arrays,
+            functools.partial(
+                mla_attention,
+                options=options,
+                num_programs=num_programs,
+                fixed_split_size=fixed_split_size,
+                with_lse=with_lse,
+                interpret=interpret,
+            ),
+        )
+    num_tokens, num_q_heads, head_dim = arrays.q.shape
+    most_rows = ROWS
+    if arrays.cu_q_lens is None:
+        most_rows = min(ROWS, num_q_heads)
+        offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
+        arrays = dataclasses.replace(arrays, cu_q_lens=offsets)
+    with jax.named_scope("ragged_plan"):
+        shape = PlanShape(
+            num_seqs=arrays.num_seqs,
+            num_tokens=num_tokens,
+            max_kv_len=arrays.max_kv_len,
+            group=num_q_heads,
+            block_q=ROWS,
+            block_k=BLOCK_K,
+            options=options,
+            has_tree=arrays.tree_mask is not None,
+            num_programs=num_programs,
+            fixed_split_size=fixed_split_size,
+        )
+        plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
+    inputs = _inputs(arrays, options, plan.items, interpret=interpret)
+    partials = (1, shape.num_partials, ROWS)
+    num_rows = num_tokens * num_q_heads
+    outputs = LatentOutputs(
+        # The merge has references to these two.
+        out=result_shape((num_rows, head_dim), arrays.q.dtype, varying=False),
+        partials=ops.Partials(
+            out=result_shape((*partials, head_dim), jnp.float32),
+            lse=result_shape(partials, jnp.float32),
+        ),
+        lse=result_shape((num_rows,), jnp.float32, varying=False) if with_lse else None,
+    )
+    scratch = LatentScratch.types(
+        head_dim=head_dim,
+        rope_dim=arrays.rope_dim,
+        page_size=arrays.page_size,
+        dtype=arrays.q.dtype,
+        interpret=interpret,
+    )
+
+    def body(inputs, outputs):
+        def run(scratch):
+            Program(
+                inputs=inputs,
+                outputs=outputs,
+                scratch=scratch,
+                options=options,
+                group=num_q_heads,
+                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+                interpret=interpret,
+            ).run()
+
+        pl.run_scoped(run, scratch, collective_axes="wg")
+
+    results = pl.kernel(
+        ops.with_trees(body, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        mesh=plgpu.Mesh(
+            grid=(len(plan.items),),
+            grid_names=("program",),
+            num_threads=NUM_CONSUMERS + 1,
+            thread_name="wg",
+        ),
+        compiler_params=COMPILER_PARAMS,
+        name="mla_attention",
+        interpret=ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    out, lse = merge_latent(
+        outputs.out,
+        outputs.lse,
+        outputs.partials,
+        plan.merges,
+        arrays.sinks,
+        MergeShape.of(shape, head_dim),
+        num_q_heads=num_q_heads,
+        most_rows=most_rows,
+        interpret=interpret,
+    )
+    out = varying_by_device(out.reshape(num_tokens, num_q_heads, head_dim))
+    if lse is not None:
+        lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
+    return out, lse
+
+
+def _with_more_heads(
+    arrays: Arrays, attend: Callable[[Arrays], tuple[jax.Array, jax.Array | None]]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return `attend(arrays)` by way of more heads, of which tokens begin at multiples of 8."""
+    num_heads = arrays.num_q_heads
+    more = -num_heads % HEADS_MULTIPLE
+
+    def pad(name, axis):
+        x = getattr(arrays, name)
+        return None if x is None else jnp.pad(x, [(0, more * (i == axis)) for i in range(x.ndim)])
+
+    names = {"q": 1, "q_pe": 1, "alibi_slopes": 0, "sinks": 0}
+    padded = dataclasses.replace(arrays, **{name: pad(name, axis) for name, axis in names.items()})
+    out, lse = attend(padded)
+    return out[:, :num_heads], None if lse is None else lse[:, :num_heads]
+
+
+def _inputs(
+    arrays: Arrays, options: LogitOptions, items: jax.Array, *, interpret: bool
+) -> LatentInputs:
+    group = arrays.num_q_heads
+
+    def of_heads(x):
+        return None if x is None else repeat_heads(x, 1, ROWS)
+
+    def flat(q):
+        q = q.reshape(-1, q.shape[-1])
+        # TMA takes 0 for rows past the end. The interpreter does not.
+        missing = ROWS if interpret else max(ROWS - len(q), 0)
+        return jnp.pad(q, ((0, missing), (0, 0))) if missing else q
+
+    positions = tree_words = None
+    if arrays.q_positions is not None and (
+        arrays.alibi_slopes is not None or options.sliding_window is not None
+    ):
+        positions = repeat_tokens(arrays.q_positions, group, ROWS)
+    if arrays.tree_mask is not None:
+        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
+        tree_words = repeat_tokens(words, group, ROWS, axis=2)
+    return LatentInputs(
+        q_nope=flat(arrays.q),
+        q_pe=flat(arrays.q_pe),
+        pool=Pool.of(arrays),
+        block_tables=arrays.block_tables,
+        items=items,
+        alibi_slopes=of_heads(arrays.alibi_slopes),
+        sinks=of_heads(arrays.sinks),
+        positions=positions,
+        tree_words=tree_words,
+    )

@@ -1,0 +1,425 @@
+"""One program of the kernel of latent attention: it attends one work item.
+
+A producer warpgroup streams blocks of 32 latents, which are K and V, through a ring of four stages.
+Two consumers have the same 64 query rows. Each makes the probabilities of every second block, and
+owns half of the columns of the result. So no product is made twice, and the softmax of one runs
+under the products of the other:
+
+    consumer 0   q.k0  softmax  p0.v  q.k2  p1.v  softmax  p2.v  q.k4 ...       columns   0 to 255
+    consumer 1   q.k1  p0.v  softmax  p1.v  q.k3  p2.v  softmax  p3.v ...       columns 256 to 511
+
+A consumer leaves the probabilities of its block, the maxima of the rows and the factors of older
+sums in shared memory for the other one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.checks import pytree
+from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_block
+from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
+from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
+from pallas_paged.kernels.mosaic_sm80.ragged_products import padded, scale_changed_rows
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, store_rows
+from pallas_paged.kernels.mosaic_sm90.ring import Pool, page_to_read
+from pallas_paged.pages.layout import K
+
+ROWS = 64  # of a tile: one wgmma
+BLOCK_K = 32
+HEADS_MULTIPLE = 8  # rows that a swizzle pattern spans, at whose multiples tokens begin
+NUM_CONSUMERS = 2
+_NUM_STAGES = 4
+_SWIZZLE = 64  # bytes: the probabilities of a block are one tile wide
+_REGISTERS = dict(consumer=240, producer=24)
+_SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
+
+
+@pytree
+class LatentInputs:
+    """Operands of the kernel, or refs to them.
+
+    Attributes:
+        q_nope, q_pe: `[T * Hq, D]` and `[T * Hq, R]`, with at least 64 rows.
+        pool: pages of latents `[.., D + R]`.
+        block_tables: i32`[B, N]`.
+        items: i32`[num_items, 16]`, packed descriptors of the work items.
+        alibi_slopes, sinks: f32`[1, ..]` from `repeat_heads`, or None.
+        positions: i32`[T * Hq + 64]` from `repeat_tokens`; None where queries are the newest tokens
+            of their sequence, or where positions do not matter.
+        tree_words: i32`[B, words, M * Hq + 64]`, the bits of each row's tree mask, or None.
+    """
+
+    q_nope: Any
+    q_pe: Any
+    pool: Pool
+    block_tables: Any
+    items: Any
+    alibi_slopes: Any
+    sinks: Any
+    positions: Any
+    tree_words: Any
+
+
+@pytree
+class LatentOutputs:
+    """Results of the kernel: arrays, refs or types."""
+
+    out: Any  # [T * Hq, D]
+    partials: ops.Partials  # [1, partials, 64, ..]
+    lse: Any  # f32[T * Hq], or None where it is not wanted
+
+
+@pytree
+class LatentScratch:
+    """Refs in shared memory of a program, or their types.
+
+    Attributes:
+        q: `[64, D]` and `[64, R]`, the queries, a union with `results`.
+        results: of each consumer, `[64, D / 2 + pad]`.
+        rows: i32`[2, 64]`, of each consumer the index of each row in `[T * Hq]`.
+        k: `[stages, 32, D + R]`, blocks of latents.
+        p: of each consumer, `[64, 32]`, the probabilities of its last block.
+        of_rows: f32`[2, 2, 64]`, `maxima` and `factors`.
+        q_full: barrier, complete when the queries are there.
+        k_full: barriers `[stages]`, complete when a block is there.
+        k_free: barriers `[stages]`, complete when both consumers have used a block.
+        p_full: barriers `[2]`, complete when the last block of a consumer is in `p`.
+        meeting: barrier of both consumers.
+    """
+
+    q: Any
+    results: Any
+    rows: Any
+    k: Any
+    p: Any
+    of_rows: Any
+    q_full: Any
+    k_full: Any
+    k_free: Any
+    p_full: Any
+    meeting: Any
+
+    @property
+    def maxima(self) -> Any:
+        """The maxima f32`[2, 64]` of the rows after each consumer's last block."""
+        return self.of_rows.at[0]
+
+    @property
+    def factors(self) -> Any:
+        """The factors f32`[2, 64]` by which each consumer's last block changes older sums."""
+        return self.of_rows.at[1]
+
+    @classmethod
+    def types(
+        cls, *, head_dim: int, rope_dim: int, page_size: int, dtype: Any, interpret: bool
+    ) -> Self:
+        """Return the types of the refs."""
+        tile = plgpu.TilingTransform((8, _SWIZZLE // jnp.dtype(dtype).itemsize))
+        swizzled = functools.partial(
+            plgpu.SMEM, dtype=dtype, transforms=(tile, plgpu.SwizzleTransform(_SWIZZLE))
+        )
+        q: Any = [swizzled((ROWS, head_dim)), swizzled((ROWS, rope_dim))]
+        width = padded(head_dim // NUM_CONSUMERS, dtype)
+        results: Any = [plgpu.SMEM((ROWS, width), dtype) for _ in range(NUM_CONSUMERS)]
+        if not interpret:  # to the interpreter's search for races a union is one buffer
+            q, results = plgpu.RefUnion(q, results), None
+        return cls(
+            q=q,
+            results=results,
+            rows=plgpu.SMEM((NUM_CONSUMERS, ROWS), jnp.int32),
+            k=swizzled((_NUM_STAGES, BLOCK_K, head_dim + rope_dim)),
+            p=[swizzled((ROWS, BLOCK_K)) for _ in range(NUM_CONSUMERS)],
+            of_rows=plgpu.SMEM((2, NUM_CONSUMERS, ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=2),
+            k_full=plgpu.Barrier(
+                num_arrivals=max(BLOCK_K // page_size, 1), num_barriers=_NUM_STAGES
+            ),
+            k_free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=_NUM_STAGES),
+            p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
+            meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program of the kernel; `run` runs it."""
+
+    inputs: LatentInputs
+    outputs: LatentOutputs
+    scratch: LatentScratch
+    options: LogitOptions
+    group: int  # query heads
+    causal: bool  # whether a query sees no later key
+    interpret: bool
+
+    def run(self) -> None:
+        """Attend one work item and store its result or, of a split tile, a partial state."""
+        work = unpack(WorkDescriptor, self.inputs.items, lax.axis_index("program"))
+        rows = RaggedRows(
+            count=ROWS,
+            group=self.group,
+            num_q_heads=self.group,
+            kv_head=0,
+            q_start=work.q_start,
+            q_len=work.q_len,
+            offset=work.offset,
+        )
+        wg = lax.axis_index("wg")
+        set_max = functools.partial(ops.set_max_registers, interpret=self.interpret)
+
+        @pl.when(wg == NUM_CONSUMERS)
+        def _():
+            set_max(_REGISTERS["producer"], action="decrease")
+            pl.when(work.lo < work.hi)(lambda: self.produce(work, rows))
+
+        for i in range(NUM_CONSUMERS):
+
+            @pl.when((wg == i) & (work.q_len > 0))
+            def _(i=i):
+                set_max(_REGISTERS["consumer"], action="increase")
+                Consumer(**vars(self), wg=i).consume(work, rows)
+
+    @property
+    def q(self) -> Any:
+        """The queries: `[64, D]` and `[64, R]`."""
+        return self.scratch.q if self.scratch.results else self.scratch.q[0]
+
+    def stage_of(self, work: WorkDescriptor, block: jax.Array) -> jax.Array:
+        """Return the stage of a block."""
+        return lax.rem(block - work.lo, _NUM_STAGES)
+
+    def produce(self, work: WorkDescriptor, rows: RaggedRows) -> None:
+        """Send the queries and the blocks of a work item."""
+        inputs, scratch = self.inputs, self.scratch
+        # The 64 rows from the tile's first on, whosever they are.
+        first_row = pl.multiple_of(rows.q_start * self.group + rows.offset, HEADS_MULTIPLE)
+        for source, to in zip((inputs.q_nope, inputs.q_pe), self.q, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[pl.ds(first_row, ROWS)], to, scratch.q_full)
+        page_size = inputs.pool.page_size
+        step = min(page_size, BLOCK_K)
+        first_page = None
+        if self.options.sliding_window is not None:
+            first_page = work.first_key // page_size
+        last_page = (work.kv_len - 1) // page_size
+
+        def pages_of(block):
+            return tuple(
+                inputs.block_tables[
+                    work.row,
+                    page_to_read((block * BLOCK_K + i) // page_size, first_page, last_page),
+                ]
+                for i in range(0, BLOCK_K, step)
+            )
+
+        def send(block, pages):
+            # The table is read one block ahead, so the copies need not wait for it.
+            next_pages = pages_of(jnp.minimum(block + 1, work.hi - 1))
+            stage = self.stage_of(work, block)
+
+            @pl.when(block - work.lo >= _NUM_STAGES)
+            def _():
+                plgpu.barrier_wait(scratch.k_free.at[stage])
+
+            for i, page in enumerate(pages):
+                first = lax.rem(block * BLOCK_K, page_size) if page_size > step else 0
+                plgpu.copy_gmem_to_smem(
+                    inputs.pool.box(K, page=page, tokens=pl.ds(first, step), kv_head=0),
+                    scratch.k.at[stage, pl.ds(i * step, step)],
+                    scratch.k_full.at[stage],
+                )
+            return next_pages
+
+        lax.fori_loop(work.lo, work.hi, send, pages_of(work.lo))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Consumer(Program):
+    """A consumer warpgroup of a program."""
+
+    wg: int
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the result that the consumer has."""
+        return self.inputs.q_nope.shape[1] // NUM_CONSUMERS
+
+    @property
+    def columns(self) -> Any:
+        return pl.ds(self.wg * self.num_columns, self.num_columns)
+
+    def meet(self) -> None:
+        """Wait for the other consumer."""
+        plgpu.barrier_arrive(self.scratch.meeting)
+        plgpu.barrier_wait(self.scratch.meeting)
+
+    def consume(self, work: WorkDescriptor, rows: RaggedRows) -> None:
+        """Attend, and store the result or the partial state."""
+        inputs, outputs, scratch = self.inputs, self.outputs, self.scratch
+        state, head_dim = self.attend(work, rows), inputs.q_nope.shape[1]
+
+        @pl.when(work.partial < 0)
+        def _():
+            sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
+            own_rows = scratch.rows.at[self.wg]
+            own_rows[...] = rows.index()
+            # Both have read the queries, whose place the results take.
+            buffers = scratch.results or scratch.q[1]
+            store_rows(
+                outputs.out.at[:, self.columns],
+                outputs.lse if self.wg == 0 else None,
+                buffers[self.wg],
+                own_rows,
+                *finish(state, sinks),
+                head_dim=head_dim,
+                interpret=self.interpret,
+            )
+
+        @pl.when(work.partial >= 0)
+        def _():
+            out, lse = finish(state, None)
+            store_partial_rows(
+                outputs.partials.out.at[0, work.partial, :, self.columns],
+                out,
+                work.q_len * self.group - work.offset,
+                ops.WGMMA,
+                pitch=head_dim,
+                interpret=self.interpret,
+            )
+            if self.wg == 0:
+                ops.store(outputs.partials.lse.at[0, work.partial], lse)
+
+    def attend(self, work: WorkDescriptor, rows: RaggedRows) -> State:
+        """Return the state of the rows and of the consumer's columns after a work item."""
+        inputs, scratch, options, wg = self.inputs, self.scratch, self.options, self.wg
+        head_dim, rope_dim = inputs.q_nope.shape[1], inputs.q_pe.shape[1]
+        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
+        positions = before + rows.tokens()
+        last_seen = jnp.minimum(positions, work.kv_len - 1)
+        if not self.causal:  # one value for all rows, but a vector: scalars have no layout to infer
+            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
+        if inputs.positions is not None:
+            positions = rows.of_packed(inputs.positions)
+        slopes = None if inputs.alibi_slopes is None else rows.of_heads(inputs.alibi_slopes)
+        tree_words = None
+        if inputs.tree_words is not None:
+            first = jnp.minimum(rows.offset, inputs.tree_words.shape[-1] - ROWS)
+            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, ROWS)]
+
+        def multiply_qk(block):
+            stage = self.stage_of(work, block)
+            plgpu.barrier_wait(scratch.k_full.at[stage])
+
+            def multiply(acc_ref):
+                for q, first, size in ((self.q[0], 0, head_dim), (self.q[1], head_dim, rope_dim)):
+                    k = scratch.k.at[stage, :, pl.ds(first, size)].transpose((1, 0))
+                    plgpu.wgmma(acc_ref, q, k)
+                return acc_ref[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
+
+        def zero_unreadable(block, stage):
+            """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN.
+
+            The other consumer may still read the same as K, for logits that are masked.
+            """
+            for column in range(wg * self.num_columns, (wg + 1) * self.num_columns, ROWS):
+                v_ref = scratch.k.at[stage, :, pl.ds(column, ROWS)].transpose((1, 0))
+                v = plgpu.load(v_ref, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+                keys = block * BLOCK_K + ops.iota(v.shape, 1, plgpu.Layout.WGMMA_TRANSPOSED)
+                readable = (keys >= work.first_key) & (keys < work.kv_len)
+                v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
+            plgpu.commit_smem()
+
+        def add_values(block, owner, acc, factors):
+            """Return the sums after a block, whose probabilities are those of `owner`."""
+            stage, first = self.stage_of(work, block), block * BLOCK_K
+            acc = scale_changed_rows(acc, factors, interpret=self.interpret)
+
+            @pl.when((first < work.first_key) | (first + BLOCK_K > work.kv_len))
+            def _():
+                zero_unreadable(block, stage)
+
+            v = scratch.k.at[stage, :, self.columns]
+            acc = ops.wgmma_accumulate(acc, scratch.p[owner], v, interpret=self.interpret)
+            plgpu.barrier_arrive(scratch.k_free.at[stage])
+            return acc
+
+        def add_block_of_other(block, state):
+            _, l_i, acc = state
+            other = 1 - wg
+            plgpu.barrier_wait(scratch.p_full.at[other])
+            factors = ops.load(scratch.factors.at[other], ops.WGMMA_ROW)
+            acc = add_values(block, other, acc, factors)
+            return ops.load(scratch.maxima.at[other], ops.WGMMA_ROW), l_i * factors, acc
+
+        def attend_own_block(block, s, state):
+            m_i, l_i, acc = state
+            keys = block * BLOCK_K + ops.iota(s.shape, 1, ops.WGMMA)
+            if slopes is None:
+                s, factor = base2_logits(s, options, None, keys)
+            else:
+                distances = keys - ops.bcast(positions, s)
+                s, factor = base2_logits(s, options, ops.bcast(slopes, s), distances)
+
+            def masked(s):
+                seen = visible_in_block(
+                    keys,
+                    positions,
+                    options,
+                    first_key=block * BLOCK_K,
+                    last=last_seen,
+                    before=before,
+                    tree_words=tree_words,
+                )
+                return jnp.where(seen, s, -jnp.inf)
+
+            is_full = (block >= work.full_lo) & (block < work.full_hi)
+            s = lax.cond(is_full, lambda s: s, masked, s)
+            m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
+            # A maximum that is less than 2 ** 8 too small does no harm, and sums stay as they are.
+            m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
+            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+            alpha = jnp.exp2(m_i - m_safe)
+            p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
+            scratch.p[wg][...] = p.astype(scratch.p[wg].dtype)
+            scratch.maxima.at[wg][...] = m_new
+            scratch.factors.at[wg][...] = alpha
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.p_full.at[wg])
+            return m_new, l_i * alpha + p.sum(axis=1), add_values(block, wg, acc, alpha)
+
+        def attend_two_blocks(i, state):
+            block = work.lo + NUM_CONSUMERS * i + wg
+            s = multiply_qk(block)
+            if wg == 0:
+                state = lax.cond(
+                    i > 0, functools.partial(add_block_of_other, block - 1), lambda x: x, state
+                )
+            else:
+                state = add_block_of_other(block - 1, state)
+            return attend_own_block(block, s, state)
+
+        pl.when(work.lo < work.hi)(lambda: plgpu.barrier_wait(scratch.q_full))
+        num_blocks = work.hi - work.lo
+        own_blocks = lax.div(num_blocks - wg + 1, NUM_CONSUMERS)
+        state = lax.fori_loop(0, own_blocks, attend_two_blocks, empty_state(ROWS, self.num_columns))
+        last_is_of_other = (num_blocks > 0) & (lax.rem(num_blocks, NUM_CONSUMERS) == wg)
+        add_last = functools.partial(add_block_of_other, work.hi - 1)
+        state = lax.cond(last_is_of_other, add_last, lambda x: x, state)
+        m_i, l_i, acc = state
+        # Each has summed its own blocks. The other has read the maxima, whose place the sums take.
+        self.meet()
+        scratch.maxima.at[wg][...] = l_i
+        self.meet()
+        return m_i, l_i + ops.load(scratch.maxima.at[1 - wg], ops.WGMMA_ROW), acc

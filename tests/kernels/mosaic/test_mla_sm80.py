@@ -1,0 +1,226 @@
+"""Multi-head latent attention by the kernel for Ampere and later, interpreted on a CPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm80.latent_config import (
+    LatentConfig,
+    head_tiles,
+    latent_config,
+    latent_shared_memory,
+)
+from tests.support.attention_calls import STATIC, assert_same_bits
+from tests.support.attention_cases import mosaic_case, without_tokens_left_of
+from tests.support.attention_oracle import attend, relative_error
+from tests.support.marks import slow
+from tests.support.page_layouts import of_heads
+
+if reason := mosaic_support.why_not_jax():
+    pytest.skip(reason, allow_module_level=True)
+
+from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
+from pallas_paged.kernels.mosaic_sm80 import latent, latent_program, ops
+
+pytestmark = [
+    # The interpreter multiplies the poisoned values too.
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.skipif(jax.default_backend() == "gpu", reason="the compiled kernel runs there"),
+]
+
+V = 64  # elements of a latent; a rotary key has the others
+SCALE = 0.1
+latents = partial(mosaic_case, num_kv_heads=1, head_dim=V + 64, num_q_heads=4, pages_per_seq=9)
+FEW = (130, 0, 64, 1)
+decode = partial(latents, seq_lens=FEW)
+# A tile has rows of several tokens; a sequence has several tiles; one has no queries.
+ragged = partial(latents, seq_lens=(100, 40, 11), q_lens=(5, 0, 11), num_tokens=18)
+TREE = np.random.default_rng(0).random((3, 11, 11)) < 0.5
+TREE[0, 7] = False
+
+
+def every_option(num_q_heads, **others):
+    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
+    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
+    return dict(soft_cap=3.0, sliding_window=30, **per_head) | others
+
+
+@partial(jax.jit, static_argnames=STATIC)
+def compiled(q, pages, *arrays, kv_layout, **options):
+    layer = pp.LayerKV(pages, kv_layout=kv_layout, v_head_dim=V)
+    how = dict(implementation="mosaic_sm80", interpret=True, sm_scale=SCALE, return_lse=True)
+    return pp.mla_attention(q[..., :V], q[..., V:], layer, *arrays, **how, **options)
+
+
+def attend_latents(arrays, *, kv_layout="HPND", **options):
+    """(out, lse) of a call whose K pages are latents."""
+    q, pages, _, *others = arrays
+    return compiled(q, of_heads(pages, kv_layout), *others, kv_layout=kv_layout, **options)
+
+
+def expected_of(arrays, **options):
+    q, pages, _, *others = arrays
+    out, lse = attend(q, pages, pages, *others, sm_scale=SCALE, **options)
+    return out[..., :V], lse
+
+
+def assert_near(actual, expected, tolerance):
+    (out, lse), (expected_out, expected_lse) = (map(np.asarray, x) for x in (actual, expected))
+    empty = np.isneginf(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    np.testing.assert_array_equal(out[empty], 0)
+    assert relative_error(out, expected_out) <= tolerance
+    np.testing.assert_allclose(lse[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
+
+
+SPLIT = dict(fixed_split_size=64)
+CALLS = [
+    (decode(), SPLIT),
+    (decode(num_q_heads=64, dtype="float16"), every_option(64)),  # two tiles of heads
+    (ragged(), every_option(4, **SPLIT)),  # some rows of a tile see keys in its second part only
+    # A query sees no key, neither in the first part of its tile nor in the second.
+    (
+        ragged(seq_lens=(70, 40, 11), q_lens=(8, 2, 8)),
+        dict(tree_mask=TREE, sliding_window=6, **SPLIT),
+    ),
+]
+SLOW_CALLS = [
+    (decode(), {}),
+    (decode(num_q_heads=64), SPLIT),
+    (decode(num_q_heads=40), every_option(40)),  # tiles begin within the heads of a token
+    *((decode(page_size=size, pages_per_seq=256 // size), {}) for size in (1, 128)),
+    *((decode(), dict(kv_layout=kv_layout)) for kv_layout in ("NHD", "HND")),
+    (decode(head_dim=V + 24), {}),  # a rotary key is padded
+    (ragged(), {}),
+    (ragged(num_q_heads=48), every_option(48)),
+    (ragged(num_q_heads=64), dict(tree_mask=TREE)),
+    (ragged(), dict(causal=False)),
+]
+
+
+def name_of(value):
+    if not isinstance(value, dict):
+        return str(value)
+    return "-".join(k if np.ndim(x) else f"{k}={x}" for k, x in value.items()) or "plain"
+
+
+@pytest.mark.parametrize(("case", "options"), [*CALLS, *slow(SLOW_CALLS)], ids=name_of)
+def test_equals_the_oracle(case, options):
+    arrays = case.make()
+    actual = attend_latents(arrays, **options)
+    given = {k: x for k, x in options.items() if k not in ("fixed_split_size", "kv_layout")}
+    assert_near(actual, expected_of(arrays, **given), case.tolerance)
+
+
+@pytest.mark.slow
+def test_tokens_left_of_a_window_are_not_read():
+    case, window = ragged(), 20
+    arrays = without_tokens_left_of(window, case.make(), case.page_size, entry=2**31 - 1)
+    actual = attend_latents(arrays, sliding_window=window)
+    assert_near(actual, expected_of(arrays, sliding_window=window), case.tolerance)
+
+
+@pytest.mark.slow
+def test_under_a_split_size_a_row_has_its_bits_in_any_batch():
+    case = decode(num_q_heads=64)
+    q, pages, v_pages, tables, lens = case.make()
+    out, lse = attend_latents((q, pages, v_pages, tables, lens), **SPLIT)
+    alone = attend_latents((q[:1], pages, v_pages, tables[:1], lens[:1]), **SPLIT)
+    assert_same_bits((out[:1], lse[:1]), alone)
+
+
+@pytest.mark.slow
+def test_queries_with_positions_equal_xla():
+    case = ragged()
+    q, pages, _, tables, lens, cu_q_lens = map(jnp.asarray, case.make(poison=False))
+    arrays = Arrays(
+        q=q[..., :V],
+        q_pe=q[..., V:],
+        k_pages=pages,
+        block_tables=tables,
+        seq_lens=lens,
+        cu_q_lens=cu_q_lens,
+        q_positions=130 + jnp.arange(len(q)) % 7,
+        alibi_slopes=jnp.linspace(0.1, 0.5, 4),
+    )
+    options = LogitOptions(sm_scale=SCALE, sliding_window=40)
+    config = LatentConfig(block_q=32, block_k=16, num_stages=2, num_programs=3)
+    kernel = partial(latent.latent_attention, config=config, interpret=True)
+    functions = (partial(f, options=options) for f in (kernel, xla.ragged_paged_attention))
+    for actual, expected in zip(*(jax.jit(f)(arrays) for f in functions), strict=True):
+        np.testing.assert_allclose(np.float32(actual), np.float32(expected), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(v=96, rope=32), "v_head_dim that is a multiple of 64, not 96"),
+        (dict(rope=4), "head_dim that is a multiple of 8, not 68"),
+        (dict(heads=2), "latents of 1 KV head, not 2"),
+        (dict(dtype="float32"), "needs bfloat16 or float16, not float32"),
+        (dict(kv_dtype="int8"), "latents of q's dtype bfloat16, not of int8"),
+    ],
+    ids=str,
+)
+def test_other_latents_are_refused(change, message):
+    sizes = dict(v=64, rope=64, heads=1, dtype="bfloat16", kv_dtype=None) | change
+    v, rope, dtype = sizes["v"], sizes["rope"], jnp.dtype(sizes["dtype"])
+    kv_dtype = jnp.dtype(sizes["kv_dtype"] or dtype)
+    pages = jnp.zeros((2, 8, sizes["heads"], v + rope), kv_dtype)
+    scales = jnp.float32(1) if kv_dtype.itemsize == 1 else None
+    layer = pp.LayerKV(pages, k_scales=scales, v_head_dim=v)
+    q, q_pe = (jnp.zeros((1, 4, x), dtype) for x in (v, rope))
+    arrays = layer, np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    with pytest.raises(NotImplementedError, match=message):
+        pp.mla_attention(
+            q, q_pe, *arrays, sm_scale=SCALE, implementation="mosaic_sm80", interpret=True
+        )
+
+
+DEEPSEEK = dict(head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)
+KB = 1024
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "memory", "expected"),
+    [
+        # On an H100 two programs share an SM, and the parts of 128 heads the programs.
+        (16, None, 227 * KB, (16, 32, 2, 264)),
+        (128, None, 227 * KB, (32, 32, 2, 264)),
+        (16, 4096, 227 * KB, (32, 32, 2, 264)),
+        # On an A100
+        (16, None, 163 * KB, (16, 32, 3, 132)),
+        (128, None, 163 * KB, (32, 16, 2, 264)),
+        # With 100 KB of an SM
+        (16, None, 99 * KB, (16, 32, 2, 132)),
+        (128, None, 99 * KB, (32, 16, 2, 132)),
+    ],
+)
+def test_as_many_programs_run_as_shared_memory_lets(heads, num_tokens, memory, expected):
+    config = latent_config(
+        num_q_heads=heads, num_tokens=num_tokens, num_sms=132, shared_memory=memory, **DEEPSEEK
+    )
+    rest = config.block_q, config.block_k, config.num_stages, config.num_programs
+    assert rest == expected
+    assert latent_shared_memory(config, head_dim=512, rope_dim=64) <= memory
+
+
+@pytest.mark.parametrize("block_q", [16, 32])
+def test_shared_memory_is_that_of_the_scratch(block_q):
+    config = LatentConfig(block_q=block_q, block_k=32, num_stages=2, num_programs=1)
+    types = latent_program.scratch_types(config, head_dim=512, rope_dim=64, dtype=jnp.bfloat16)
+    needed = shared_memory_bytes(types, ops.COMPILER_PARAMS)
+    assert latent_shared_memory(config, head_dim=512, rope_dim=64) == needed
+
+
+def test_heads_are_divided_only_into_full_tiles():
+    found = [head_tiles(heads, 32) for heads in (16, 32, 48, 64, 128)]
+    assert found == [1, 1, 1, 2, 4]

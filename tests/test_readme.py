@@ -100,6 +100,18 @@ def assert_close(actual, expected):
     assert relative_error(actual, expected) <= TOLERANCE["float32"]
 
 
+def test_example_of_latents_equals_an_oracle(names, capsys):
+    assert run_examples(text_of("docs/mla.md"), names, capsys) == 1
+    layer, table = names["layer"], names["table"]
+    pages = np.asarray(layer.k_pages).transpose(2, 0, 1, 3)
+    q = np.concatenate([names["absorbed"], names["arrays"][1]], axis=-1)
+    at = pages, pages[..., :512], np.asarray(table.block_tables), np.asarray(table.seq_lens)
+    expected, lse = attend(q, *at, sm_scale=192**-0.5)
+    for name in ("latents", "of_devices"):
+        assert_close(names[name], expected)
+    np.testing.assert_allclose(names["lse"], lse, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.cpu_budget(9)  # serves the demo model
 def test_engine_examples_print_the_stated_texts_and_serve_many_clients(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.measuring import timing
-from bench.measuring.reference import reference_states
 from bench.measuring.shapes import Case
 from pallas_paged.pages.layout import KVLayout
 
@@ -80,15 +79,7 @@ def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -
     errors = []
     for i, q, got in ((0, case.q, first), (case.shape.num_calls - 1, before, last)):
         table = jnp.asarray(case.tables[i % case.shape.num_sets][row])
-        states = reference_states(
-            q[token],
-            case.k_pages,
-            case.v_pages,
-            table,
-            jnp.asarray(length),
-            **case.scales,
-            options=case.shape.options,
-        )
+        states = case.reference(q, token, table, jnp.asarray(length))
         parts = got if isinstance(got, tuple) else (got,)
         # A variant without a log-sum-exp is checked by its output alone.
         errors += [_distance(part[token], want) for part, want in zip(parts, states, strict=False)]

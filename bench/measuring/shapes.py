@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 
 import pallas_paged as pp
 from bench.measuring.options import PLAIN, Options
+from bench.measuring.reference import reference_states
 from pallas_paged.pages.layout import LAYOUTS, KVLayout
 
 _COLD_BYTES = 256 << 20  # several times the L2 of an H200
@@ -193,7 +195,7 @@ class Case:
     Attributes:
         shape: the shape.
         q: `bf16[T, Hq, D]`, scaled already.
-        k_pages, v_pages: `[Hkv, P, S, D]`.
+        k_pages, v_pages: `[Hkv, P, S, D]`; `v_pages` is None of latents.
         scales: `k_scales` and `v_scales` `f32[Hkv, P, S]` of int8 or fp8 pages, else empty.
         tables: `i32[num_sets, B, N]`.
         seq_lens: `i32[B]`.
@@ -203,7 +205,7 @@ class Case:
     shape: Shape
     q: jax.Array
     k_pages: jax.Array
-    v_pages: jax.Array
+    v_pages: Any
     scales: dict[str, jax.Array]
     tables: np.ndarray
     seq_lens: jax.Array
@@ -226,6 +228,15 @@ class Case:
         pages = _in_layout(kv_layout, self.k_pages, self.v_pages)
         return *pages, {name: _scales_in(kv_layout, x) for name, x in self.scales.items()}
 
+    def reference(
+        self, q: jax.Array, token: np.ndarray, tables: jax.Array, lens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """`reference_states` of some tokens of q, whose rows have these tables and lengths."""
+        pages = self.k_pages, self.v_pages
+        return reference_states(
+            q[token], *pages, tables, lens, **self.scales, options=self.shape.options
+        )
+
     def sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(token, row, length) of the first, middle and last query of four rows at most.
 
@@ -242,11 +253,8 @@ class Case:
         return token, row, length
 
 
-def make_case(shape: Shape, *, seed: int = 0) -> Case:
-    """Make random normal data on the device and a random permutation of all pages.
-
-    `write_kv` quantizes such data to int8 and fp8 pages.
-    """
+def page_tables(shape: Shape, *, seed: int = 0) -> tuple[np.ndarray, int]:
+    """Tables `i32[num_sets, B, N]` of a random permutation of all pages, and their number."""
     blocks = np.array([-(-n // shape.page_size) for n in shape.seq_lens])
     shared = shape.shared_prefix // shape.page_size
     num_pages = shape.num_sets * (shared + int((blocks - shared).sum()))
@@ -257,14 +265,19 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
     column = np.arange(shape.pages_per_seq)
     tables[:, :, :shared] = pages[:, None, :shared]
     tables[:, (column >= shared) & (column < blocks[:, None])] = pages[:, shared:]
+    return tables, num_pages
 
+
+def make_case(shape: Shape, *, seed: int = 0) -> Case:
+    """Make random normal data on the device; `write_kv` quantizes it to int8 and fp8 pages."""
+    tables, num_pages = page_tables(shape, seed=seed)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
-    q = _normal(keys[0], (sum(shape.q_lens), shape.num_q_heads, shape.head_dim))
+    q = normal(keys[0], (sum(shape.q_lens), shape.num_q_heads, shape.head_dim))
     dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
     if shape.itemsize == 1:
         layer = _quantized(keys[1], keys[2], dims, shape.kv_dtype)
     else:
-        layer = pp.LayerKV(_normal(keys[1], dims), _normal(keys[2], dims), kv_layout="HPND")
+        layer = pp.LayerKV(normal(keys[1], dims), normal(keys[2], dims), kv_layout="HPND")
     scales = {"k_scales": layer.k_scales, "v_scales": layer.v_scales}
     return Case(
         shape=shape,
@@ -300,7 +313,8 @@ def _scales_in(kv_layout: KVLayout, scales: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _normal(key: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+def normal(key: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """Random normal bf16 of this shape."""
     return jax.random.normal(key, dims, jnp.bfloat16)
 
 
@@ -320,5 +334,5 @@ def _quantized(
         kv_layout="HPND",
     )
     slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
-    k, v = (_normal(key, (len(slots), num_kv_heads, head_dim)) for key in (k_key, v_key))
+    k, v = (normal(key, (len(slots), num_kv_heads, head_dim)) for key in (k_key, v_key))
     return pp.write_kv(pool.layers[0], k, v, slots)

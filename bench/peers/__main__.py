@@ -11,6 +11,7 @@ memory and for CUPTI.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -48,8 +49,8 @@ PREFILLS = (
     uniform(1, 16384, q_len=16384, name="prefill 1x16384"),
     uniform(1, 16384 + 512, q_len=512, name="prefill 1x512 after 16384"),
 )
-_PACKAGES = ("torch", "nvidia-cudnn-cu13", "flashinfer-python")
-_WORKSPACE_BYTES = 512 << 20  # for FlashInfer's partial states; more than any shape here needs
+PACKAGES = ("torch", "nvidia-cudnn-cu13", "flashinfer-python")
+WORKSPACE_BYTES = 512 << 20  # for FlashInfer's partial states; more than any shape here needs
 
 Call = Callable[[Any, int], Any]  # (q [T, Hq, D], index of the set of pages) -> out [T, Hq, D]
 Variants = Iterator[tuple[str, Callable[[], Call]]]  # label, and the work before the clock starts
@@ -110,6 +111,10 @@ class TorchCase:
         kv_dims = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
         self.k, self.v = (torch.randn(kv_dims, **options) for _ in range(2))
 
+    def query(self, q: Any, token: int) -> Any:
+        """A token's query with all elements of K."""
+        return q[token]
+
     def error(self, states: Sequence[Any]) -> float:
         """Relative L2 error of a few queries of the first and last call, against attention in f32.
 
@@ -125,7 +130,8 @@ class TorchCase:
                 pages = torch.from_numpy(self.pages[i % self.shape.num_sets][row]).long().cuda()
                 dense = (x[pages].transpose(0, 1).flatten(1, 2) for x in (self.k, self.v))
                 k, v = (x[:, :sees].float() for x in dense)  # [Hkv, T, D]
-                logits = states[i][token].float().unflatten(0, (len(k), -1)) @ k.mT  # [Hkv, G, T]
+                q = self.query(states[i], token).float().unflatten(0, (len(k), -1))
+                logits = q @ k.mT  # [Hkv, G, T]
                 wants.append((logits.softmax(-1) @ v).flatten(0, 1).double())
                 gots.append(states[i + 1][token].double())
             want, got = torch.stack(wants), torch.stack(gots)
@@ -147,7 +153,7 @@ def flashinfer(case: TorchCase) -> Variants:
     library: Any = importlib.import_module("flashinfer")
     shape = case.shape
     int32 = functools.partial(torch.tensor, dtype=torch.int32)
-    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     last_lens = int32([(n - 1) % shape.page_size + 1 for n in shape.seq_lens])
     cu_q_lens = int32([0, *itertools.accumulate(shape.q_lens)])
     sizes = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
@@ -294,26 +300,32 @@ def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int
 
 def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
     """Measure one shape by all libraries; ours runs in `pool`."""
-    import torch
-
-    torch.cuda.empty_cache()  # JAX may need the memory of the previous shape
     results: dict[str, dict] = {}
     if args.ours:
-        try:
-            job = pool.submit(ours, shape, args.implementation, args.iterations)
-            results |= job.result()
-        except Exception as error:
-            results["ours"] = {"status": "failed", "reason": reason(error)}
+        results |= elsewhere(pool, ours, shape, args.implementation, args.iterations)
     case = TorchCase(shape)
     for name, find in (("flashinfer", flashinfer), ("sdpa", sdpa)):
         results[name] = measure_peer(case, find, args.iterations)
     return cli.describe(shape) | {"decode": is_decode(shape), "results": results}
 
 
+def elsewhere(
+    pool: ProcessPoolExecutor, measure_ours: Callable[..., dict[str, dict]], *args: Any
+) -> dict[str, dict]:
+    """The library's results, from a process of the pool."""
+    import torch
+
+    torch.cuda.empty_cache()  # JAX may need the memory of the previous shape
+    try:
+        return pool.submit(measure_ours, *args).result()
+    except Exception as error:
+        return {"ours": {"status": "failed", "reason": reason(error)}}
+
+
 def markdown(run: dict) -> str:
     """A table for decode, one for prefill, and the provenance of their numbers."""
     decode, prefill = ([s for s in run["shapes"] if s["decode"] is one] for one in (True, False))
-    versions = ", ".join(f"{name} {run['meta'][name]}" for name in _PACKAGES)
+    versions = ", ".join(f"{name} {run['meta'][name]}" for name in PACKAGES)
     return calls.markdown(
         {"Decode": decode, "Causal prefill": prefill},
         NAMES,
@@ -321,6 +333,29 @@ def markdown(run: dict) -> str:
         "Ours: CUPTI through JAX. Peers: torch.profiler (CUPTI) over replays of a CUDA graph",
         versions,
     )
+
+
+@contextlib.contextmanager
+def beside_torch(
+    module: str, argv: Sequence[str]
+) -> Iterator[tuple[ProcessPoolExecutor, dict[str, Any]]]:
+    """A process for the library, and the provenance of a run of `python -m module`.
+
+    Raises:
+        SystemExit: there is no torch, or no GPU that it can use.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(f"error: {module} needs torch, which is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(f"error: {module} needs an NVIDIA GPU that torch can use")
+    torch.set_float32_matmul_precision("highest")  # of the reference
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # our process shares the GPU
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        meta = pool.submit(timing.describe_run, module, argv).result()
+        yield pool, meta | {name: installed.get(name) for name in PACKAGES}
 
 
 def _progress(shape: dict, seconds: float) -> str:
@@ -334,18 +369,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
     cli.check_arguments(parser, args, select, (*SHAPES, TINY, *PREFILLS))
-    if importlib.util.find_spec("torch") is None:
-        raise SystemExit("error: bench.peers needs torch, which is not installed")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("error: bench.peers needs an NVIDIA GPU that torch can use")
-    torch.set_float32_matmul_precision("highest")  # of the reference
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # our process shares the GPU
-    installed = {found.name: found.version for found in importlib.metadata.distributions()}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        meta = pool.submit(timing.describe_run, "bench.peers", argv).result()
-        meta |= {name: installed.get(name) for name in _PACKAGES}
+    with beside_torch("bench.peers", argv) as (pool, meta):
         run: dict[str, Any] = {"meta": meta, "shapes": []}
         measure_one = functools.partial(measure_shape, args=args, pool=pool)
         shapes = select(args.shapes)

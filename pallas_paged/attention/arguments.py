@@ -43,18 +43,22 @@ def checked_arrays(
     """
     layer = checked_layer(layer)
     layout, pages = layer.layout, layer.pages
-    arrays: dict[str, Any] = dict(q=q, block_tables=block_tables, seq_lens=seq_lens)
-    arrays = {name: as_array(name, x) for name, x in arrays.items()}
+    q_name = "q" if q_pe is None else "q_nope"
+    arrays: dict[str, Any] = dict(
+        q=as_array(q_name, q),
+        block_tables=as_array("block_tables", block_tables),
+        seq_lens=as_array("seq_lens", seq_lens),
+    )
     _refuse_symbolic_sizes(dict(arrays, k_pages=pages[0]), is_ragged=cu_q_lens is not None)
     arrays["block_tables"] = _by_sequences(arrays["block_tables"], arrays["seq_lens"])
-    _check_queries(arrays["q"], "B" if cu_q_lens is None else "T")
+    _check_queries(q_name, arrays["q"], "B" if cu_q_lens is None else "T")
     if q_pe is not None:
-        q_pe = jnp.asarray(as_array("q_pe", q_pe))
+        q_pe = jnp.asarray(q_pe)
     _check_pages(layer, **arrays, rope_dim=_checked_rope_dim(layer, arrays["q"], q_pe))
-    if cu_q_lens is None and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
+    shape, lens_shape = arrays["q"].shape, arrays["seq_lens"].shape
+    if cu_q_lens is None and shape[:1] != lens_shape:
         raise ValueError(
-            f"q.shape={arrays['q'].shape} and seq_lens.shape={arrays['seq_lens'].shape} must have "
-            "the same batch size"
+            f"{q_name}.shape={shape} and seq_lens.shape={lens_shape} must have the same batch size"
         )
     num_q_heads, num_seqs = arrays["q"].shape[1], arrays["seq_lens"].shape[0]
     k, *v = (layout.with_all_axes(jnp.asarray(x)) for x in pages)
@@ -87,11 +91,11 @@ def _refuse_symbolic_sizes(arrays: dict[str, Any], *, is_ragged: bool) -> None:
             )
 
 
-def _check_queries(q: Any, first_axis: str) -> None:
+def _check_queries(name: str, q: Any, first_axis: str) -> None:
     if q.ndim != 3:
-        raise ValueError(f"q.shape={q.shape} must be [{first_axis}, num_q_heads, head_dim]")
+        raise ValueError(f"{name}.shape={q.shape} must be [{first_axis}, num_q_heads, head_dim]")
     if q.dtype not in _DTYPES:
-        raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
+        raise ValueError(f"{name}.dtype={q.dtype.name} must be float32, bfloat16 or float16")
 
 
 def _checked_rope_dim(layer: LayerKV, q: Any, q_pe: Any) -> int:

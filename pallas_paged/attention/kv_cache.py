@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
+from pallas_paged.attention.mla import mla_attention
 from pallas_paged.attention.options import RaggedAttentionOptions
 from pallas_paged.checks import INT32_MAX, as_array, checked_array, default_promotion
 from pallas_paged.pages import table as page_table
@@ -58,6 +59,7 @@ class PagedKVCache:
         pages_per_seq: int,
         num_kv_heads: int,
         head_dim: int,
+        v_head_dim: int | None = None,
         dtype: DTypeLike,
         kv_layout: KVLayout = "NHD",
         sharding: NamedSharding | None = None,
@@ -67,6 +69,7 @@ class PagedKVCache:
         Args:
             num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, kv_layout, sharding: as
                 in `create_kv_pool`. On a mesh the table is replicated.
+            v_head_dim: as in `create_kv_pool`.
             max_seqs, pages_per_seq: as in `create_page_table`.
 
         Raises:
@@ -84,6 +87,7 @@ class PagedKVCache:
             num_kv_heads=num_kv_heads,
             page_size=page_size,
             head_dim=head_dim,
+            v_head_dim=v_head_dim,
             dtype=dtype,
             kv_layout=kv_layout,
             sharding=sharding,
@@ -122,7 +126,7 @@ class PagedKVCache:
 
     @default_promotion()
     def write(
-        self, layer: int, k: ArrayLike, v: ArrayLike, cu_q_lens: ArrayLike | None = None
+        self, layer: int, k: ArrayLike, v: ArrayLike | None, cu_q_lens: ArrayLike | None = None
     ) -> PagedKVCache:
         """Write the K/V of the tokens of the last `extend` into a layer.
 
@@ -132,7 +136,7 @@ class PagedKVCache:
             layer: index of the layer. Static.
             k: floating `[max_seqs, num_kv_heads, head_dim]`, one token for each sequence, or with
                 `cu_q_lens` `[T, num_kv_heads, head_dim]`, the tokens of one sequence after another.
-            v: the same shape.
+            v: the same shape; None of latents.
             cu_q_lens: i32`[max_seqs + 1]`, as in `ragged_paged_attention`. Tokens before
                 those that the last `extend` added are dropped.
 
@@ -183,6 +187,30 @@ class PagedKVCache:
         call: Any = paged_attention if cu_q_lens is None else ragged_paged_attention
         offsets = () if cu_q_lens is None else (cu_q_lens,)
         return call(q, *at, *offsets, return_lse=return_lse, **options)
+
+    def attend_latents(
+        self,
+        layer: int,
+        q_nope: ArrayLike,
+        q_pe: ArrayLike,
+        cu_q_lens: ArrayLike | None = None,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[RaggedAttentionOptions],
+    ) -> Any:
+        """Attend to all tokens of a layer of latents, as `attend`, by `mla_attention`.
+
+        Args:
+            layer: index of the layer. Static.
+            q_nope, q_pe, return_lse, **options: as in `mla_attention`, for `max_seqs` sequences.
+            cu_q_lens: as in `write`.
+
+        Returns:
+            As `mla_attention`.
+        """
+        at = self.pool.layers[layer], self.table.block_tables, self.table.seq_lens
+        call: Any = mla_attention
+        return call(q_nope, q_pe, *at, cu_q_lens, return_lse=return_lse, **options)
 
     def fork(self, src: Integers, dst: Integers) -> tuple[PagedKVCache, jax.Array]:
         """Fill empty sequences `dst` as `src`, which share their full pages from then on.

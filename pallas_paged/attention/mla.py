@@ -107,7 +107,9 @@ def mla_attention(
         )
     offsets = None if cu_q_lens is None else as_array("cu_q_lens", cu_q_lens)
     arrays = checked_arrays(
-        q_nope, layer, block_tables, seq_lens, options, cu_q_lens=offsets, q_pe=q_pe
+        *(q_nope, layer, block_tables, seq_lens, options),
+        cu_q_lens=offsets,
+        q_pe=as_array("q_pe", q_pe),
     )
     how = static_options(arrays.head_dim, options)
     kernel: Any = "decode" if cu_q_lens is None else "ragged"

@@ -37,7 +37,7 @@ _OUR_NAMES = {
     "context_lens": "seq_lens",
     "cu_seqlens_q": "cu_q_lens",
 }
-_OF_LAYER = ("k_pages", "v_pages", "k_scales", "v_scales", "kv_layout")
+_OF_LAYER = ("k_pages", "v_pages", "k_scales", "v_scales", "kv_layout", "v_head_dim")
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -168,7 +168,8 @@ def ragged_paged_attention(
             )
             k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         layer = LayerKV(pages, None, k_scale_of_new, v_scale_of_new, kv_layout="NH2D")
-        slots = new_slots(sizes, lens, tables, offsets, num_seqs)
+        num_pages, page_size, _, _ = sizes.pages_shape
+        slots = new_slots(q.shape[0], num_pages, page_size, lens, tables, offsets, num_seqs)
         pages = write_kv(layer, sizes.padded(k), sizes.padded(v), slots).k_pages
     scale = static_number("sm_scale", sm_scale)
     scales = dict(k_scales=jnp.float32(k_factor), v_scales=jnp.float32(v_factor))

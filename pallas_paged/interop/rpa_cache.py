@@ -22,7 +22,6 @@ class CacheSizes:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    num_tokens: int
     pages_shape: tuple[int, int, int, int]
 
     @classmethod
@@ -37,7 +36,7 @@ class CacheSizes:
                 f"queries.shape={q.shape} must be [T, num_q_heads, head_dim], and keys.shape="
                 f"{k.shape} and values.shape={v.shape} [T, num_kv_heads, head_dim]"
             )
-        num_tokens, num_q_heads, head_dim = q.shape
+        _, num_q_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         if not num_kv_heads or num_q_heads % num_kv_heads:
             raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
@@ -59,7 +58,6 @@ class CacheSizes:
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            num_tokens=num_tokens,
             pages_shape=(num_pages, page_size, num_heads, elements),
         )
 
@@ -94,15 +92,16 @@ def checked_tables(page_indices: ArrayLike, num_seqs: int) -> jax.Array:
 
 
 def new_slots(
-    sizes: CacheSizes,
+    num_tokens: int,
+    num_pages: int,
+    page_size: int,
     lens: jax.Array,  # i32[S]
     tables: jax.Array,  # i32[S, pages_per_seq]
     offsets: jax.Array,  # i32[S + 1]
     num_seqs: jax.Array,  # i32[]
 ) -> jax.Array:
     """Return the slot of each new token, i32`[T]`; -1 where no live row owns it."""
-    num_pages, page_size, _, _ = sizes.pages_shape
-    tokens = jnp.arange(sizes.num_tokens, dtype=jnp.int32)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     alive = jnp.arange(lens.size) < num_seqs
     row = jnp.sum(alive & (offsets[1:] <= tokens[:, None]), axis=1, dtype=jnp.int32)
     owned = row < jnp.minimum(num_seqs, lens.size)

@@ -9,7 +9,7 @@ import jax
 
 from pallas_paged.checks import as_array, static_integer, validate_page_size
 from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
-from pallas_paged.pages.quantization import LARGEST, checked_scales
+from pallas_paged.pages.quantization import LARGEST, checked_scales, is_quantized
 
 POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
@@ -182,3 +182,5 @@ def _check_latents(layer: LayerKV, head_dim: int) -> None:
         )
     if layer.v_scales is not None:
         raise ValueError(f"v_scales must be None with {v_head_dim=}: k_scales are those of V, too")
+    if layer.k_scales is None and is_quantized(layer.k_pages):
+        raise ValueError(f"pages of {layer.k_pages.dtype} need k_scales")

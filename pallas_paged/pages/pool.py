@@ -94,6 +94,8 @@ def create_kv_pool(
     quantized = element.name in LARGEST
     if not quantized and (k_scales is not None or v_scales is not None):
         raise ValueError(f"k_scales and v_scales must be None with pages of {element}")
+    if v_head_dim is not None and v_scales is not None:
+        raise ValueError(f"v_scales must be None with {v_head_dim=}: k_scales are those of V, too")
     if v_head_dim is None and (k_scales is None) != (v_scales is None):
         raise ValueError("k_scales and v_scales must be given both, or neither")
     layout = checked_layout(kv_layout)

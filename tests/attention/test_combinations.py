@@ -14,11 +14,14 @@ from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import (
     Case,
+    LatentCase,
     of_first_rows,
+    of_latents,
     with_dead_rows,
     without_tokens_left_of,
 )
 from tests.support.attention_configs import config_of
+from tests.support.devices import latent_implementations_here
 from tests.support.lowering import named
 from tests.support.marks import needs_mosaic, slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout
@@ -47,6 +50,16 @@ ENTRIES = {
     "ragged": (raw.ragged_paged_attention, LEVELS | {"mask": ["causal", "none", 6, 30]}),
     "cascade": (raw.cascade_attention, {k: v for k, v in LEVELS.items() if k != "split"}),
 }
+LATENTS = {name: levels for name, levels in LEVELS.items() if name != "small_blocks"} | dict(
+    kv_layout=["NHD", "HND", "HPND"],
+    heads=[(16, 1), (1, 1), (40, 1), (6, 2), (128, 1)],
+    head_dim=[72, 27, 144, 10],  # of K
+    sm_scale=[0.2, -0.3],
+)
+LATENT_ENTRIES = {
+    "latent decode": (raw.mla_attention, LATENTS),
+    "latent ragged": (raw.mla_attention, LATENTS | {"mask": ["causal", "none", 6, 30]}),
+}
 # Lengths and queries of rows that share a program: prompts, chunks, a few tokens, one, none, and
 # more queries than keys.
 BATCHES = [
@@ -60,6 +73,7 @@ ON_GPU = jax.default_backend() == "gpu"
 TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
 # Rows of the default run, and seeds with which these have most pairs of levels, and of options.
 QUICK = {"decode": (7, 1684), "ragged": (6, 2073), "cascade": (2, 2495)}
+QUICK |= {"latent decode": (5, 0), "latent ragged": (5, 0)}
 # The other rows have more levels and random batches. `COMBINATIONS=1000 python -m pytest
 # tests/attention/test_combinations.py` looks for errors on a GPU.
 NUM_ROWS = int(os.environ.get("COMBINATIONS", 16))
@@ -69,6 +83,12 @@ MORE_LEVELS = dict(
     page_size=[*LEVELS["page_size"], 2, 64],
     sliding_window=[*LEVELS["sliding_window"], 100],
     split=[False, True],
+)
+MORE_LATENTS = {
+    name: MORE_LEVELS[name] for name in ("page_size", "sliding_window", "split")
+} | dict(
+    heads=[*LATENTS["heads"], *((n, 1) for n in (2, 3, 8, 20, 32, 64, 100, 127))],
+    head_dim=[*LATENTS["head_dim"], 320, 576],
 )
 
 
@@ -96,16 +116,20 @@ def random_batches(seed: int, row: dict) -> list[dict]:
     return [dict(seq_lens=lengths(longest), q_lens=lengths(most_queries)) for _ in BATCHES]
 
 
-def rows_of_all_entries() -> list[tuple[dict, list[dict]]]:
+def rows_of_all(entries: dict, more_levels: dict) -> list[tuple[dict, list[dict]]]:
     """The rows and their batches: the first of each entry by default, and on a GPU all."""
     found = []
-    for entry, (_, levels) in ENTRIES.items():
+    for entry, (_, levels) in entries.items():
         count, seed = QUICK[entry]
         found += [(row | {"entry": entry}, BATCHES) for row in balanced(36, seed, levels)[:count]]
-        rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels | MORE_LEVELS)]
+        rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels | more_levels)]
         others = [(row, random_batches(i, row)) for i, row in enumerate(rows)]
         found += others if ON_GPU else slow(others)
     return found
+
+
+def name_of(x: object) -> str:
+    return named(x) if isinstance(x, dict) else ""
 
 
 def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dict, dict]:
@@ -124,7 +148,7 @@ def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dic
     elif mask != "causal":
         arrays["tree_mask"] = np.random.default_rng(mask).random((num_seqs, mask, mask)) < 0.5
     oracle = static | arrays
-    if row["small_blocks"]:
+    if row.get("small_blocks"):
         static["config"] = config_of(
             implementation, ragged=entry == "ragged", split=row.get("split", False)
         )
@@ -142,11 +166,12 @@ def cases_of(row: dict, batches: list[dict], implementation: str) -> list[Case |
         pages_per_seq=1 + max(max(batch["seq_lens"]) for batch in batches) // page_size,
         num_pages=3 + max(sum(-(-n // page_size) for n in x["seq_lens"]) for x in batches),
     )
-    if row["entry"] == "ragged":
+    if "ragged" in row["entry"]:
         sizes["num_tokens"] = 4 + max(sum(batch["q_lens"]) for batch in batches)
     else:
         batches = [dict(seq_lens=batch["seq_lens"]) for batch in batches]
-    cases = [Case(**sizes, **batch).on(implementation) for batch in batches]
+    make = LatentCase if row["entry"] in LATENT_ENTRIES else Case
+    cases = [make(**sizes, **batch).on(implementation) for batch in batches]
     if row["pages"] is None:
         return cases
     kv_dtype, *per_layer = row["pages"].split(" per ")
@@ -158,14 +183,18 @@ def is_refused(entry: str, arrays: tuple, implementation: str) -> bool:
     if implementation not in FAMILIES:
         return False
     names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
-    kernel = "ragged" if entry == "ragged" else "decode"  # cascades have both
-    call = Call.of(kernel, Arrays(**dict(zip(names, arrays, strict=False))), device=Device.here())
+    kernel = "ragged" if "ragged" in entry else "decode"  # cascades have both
+    fields = dict(zip(names, arrays, strict=False))
+    if entry in LATENT_ENTRIES:
+        q, v_head_dim = fields["q"], fields.pop("v_pages").shape[-1]
+        fields |= dict(q=q[..., :v_head_dim], q_pe=q[..., v_head_dim:])
+    call = Call.of(kernel, Arrays(**fields), device=Device.here())
     return FAMILIES[implementation].why_not(call) is not None
 
 
 def check(row, batches, implementation):
     """Run the batches of a row, and then with extreme sinks."""
-    function, _ = ENTRIES[row["entry"]]
+    function, _ = (ENTRIES | LATENT_ENTRIES)[row["entry"]]
     num_seqs, page_size = len(batches[0]["seq_lens"]), row["page_size"]
     static, options, oracle = options_of(row, num_seqs, implementation)
     call = jax.jit(partial(function, kv_layout=row["kv_layout"], return_lse=True, **static))
@@ -174,6 +203,8 @@ def check(row, batches, implementation):
         made = case.make()
         arrays, meant = (made, made) if row["pages"] is None else made
         case = getattr(case, "case", case)
+        if row["entry"] in LATENT_ENTRIES:
+            arrays, meant = (of_latents(x, case.v_head_dim) for x in (arrays, meant))
         if row["entry"] == "cascade":
             for begin, end, prefix in zip(ends, ends[1:], PREFIX_LENS, strict=False):
                 shared = min([prefix, *case.seq_lens[begin:end]]) // page_size
@@ -203,11 +234,15 @@ def check(row, batches, implementation):
         assert_close(actual, meant, case.tolerance, name=name, **oracle | {"sinks": sinks})
 
 
-@pytest.mark.parametrize(
-    ("row", "batches"), rows_of_all_entries(), ids=lambda x: named(x) if isinstance(x, dict) else ""
-)
+@pytest.mark.parametrize(("row", "batches"), rows_of_all(ENTRIES, MORE_LEVELS), ids=name_of)
 def test_matches_the_oracle(row, batches, implementation):
     """Memory that no query sees is poisoned: outside of the rows, and left of their windows."""
+    check(row, batches, implementation)
+
+
+@pytest.mark.parametrize("implementation", latent_implementations_here())
+@pytest.mark.parametrize(("row", "batches"), rows_of_all(LATENT_ENTRIES, MORE_LATENTS), ids=name_of)
+def test_latents_match_the_oracle(row, batches, implementation):
     check(row, batches, implementation)
 
 

@@ -85,6 +85,44 @@ def test_prompts_tokens_forks_and_truncations_equal_numpy(kv_layout):
     pp.check_page_table(cache.table)
 
 
+def test_a_cache_of_latents_equals_numpy():
+    """One array a layer; prompts, then a fork, then a token each."""
+    dims = dict(head_dim=D + 4, v_head_dim=D, num_kv_heads=1)
+    cache = create(**dims)
+    rng, kv = np.random.default_rng(0), [np.zeros((LAYERS, 0, D + 4))] * B
+
+    @jax.jit(donate_argnums=0)
+    def step(cache, q, k, cu_q_lens=None):
+        outs = []
+        for layer in range(LAYERS):
+            cache = cache.write(layer, k[layer], None, cu_q_lens)
+            q_nope, q_pe = q[..., :D], q[..., D:]
+            outs.append(cache.attend_latents(layer, q_nope, q_pe, cu_q_lens, sm_scale=0.3))
+        return cache, outs
+
+    for q_lens in ((6, 0, 3), (1, 1, 1)):
+        cache, ok = jax.jit(pp.PagedKVCache.extend)(cache, np.int32(q_lens))
+        assert ok.all()
+        new = [rng.standard_normal((LAYERS, n, D + 4)) for n in q_lens]
+        kv = [np.concatenate(x, axis=1) for x in zip(kv, new, strict=True)]
+        q = rng.standard_normal((sum(q_lens), H * G, D + 4)).astype(np.float32)
+        k = np.concatenate(new, axis=1).astype(np.float32)[:, :, None]
+        cache, outs = step(cache, q, k, cumulated(q_lens) if 0 in q_lens else None)
+        for layer, out in enumerate(outs):
+            pages = np.zeros((1, B, max(x.shape[1] for x in kv), D + 4))
+            for i, x in enumerate(kv):
+                pages[0, i, : x.shape[1]] = x[layer]
+            at = np.arange(B)[:, None], [x.shape[1] for x in kv], cumulated(q_lens)
+            expected, _ = attend(q, pages, pages[..., :D], *at, sm_scale=0.3)
+            assert relative_error(out, expected) <= 1e-5
+        if 0 in q_lens:
+            cache, ok = cache.fork([0], [1])
+            assert ok.all()
+            kv[1] = kv[0]
+    with pytest.raises(ValueError, match="of latents, v_head_dim=16, is read by mla_attention"):
+        cache.attend(0, q)
+
+
 def test_a_sequence_without_new_tokens_keeps_what_it_has():
     cache, ok = create().extend(np.array([True, False, True]))
     assert ok.all()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.decode import mla
 from bench.decode import report as decode_report
 from bench.measuring import kv_dtypes
 from bench.peers import __main__ as peers_torch
@@ -70,6 +71,18 @@ def prefill_run() -> dict:
 
 
 @pytest.fixture
+def mla_run() -> dict:
+    """A shape that is bound by reads at 4 TB/s, and one that is bound by operations."""
+    found = ok(80.0, "mosaic_gpu_v2")
+    results = {"ours": found, "mosaic_sm90": found, "mosaic_sm80": FAILED, "xla": ok(900.0)}
+    shapes = [record("reads", 300_000_000, 10**9, **results), record("operations", 1, 7 * 10**10)]
+    shapes[1]["results"] = {"ours": ok(100.0, "mosaic_gpu_v2"), "flashinfer": ok(110.0)}
+    floor = {"num_bytes": 4 * 10**9, "status": "ok", "kernel_us": {"median": 1000.0}}
+    shapes = [mla.with_limit(shape, 4000.0) for shape in shapes]
+    return {"meta": META, "floors": [floor], "shapes": shapes}
+
+
+@pytest.fixture
 def step_run() -> dict:
     kernels = [{"name": "gemm", "us": 75.0, "launches": 4.0}]
     kernels.append({"name": "paged_decode", "us": 25.0, "launches": 1.0})
@@ -122,6 +135,7 @@ def quality_run() -> dict:
 MARKDOWN = {
     "decode": decode_report.markdown,
     "prefill": prefill.markdown,
+    "mla": mla.markdown,
     "torch": peers_torch.markdown,
     "serving": serving_report.markdown,
     "step": lambda run: decode_step.markdown(run, 1),

@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from bench.decode import __main__ as decode
-from bench.decode import cascade, layouts
+from bench.decode import cascade, latents, layouts, mla
+from bench.measuring import calls
 from bench.parallel import __main__ as parallel
 from bench.parallel import calls as parallel_calls
 from bench.prefill import __main__ as prefill
@@ -62,6 +63,22 @@ def test_cascade(dry_run) -> None:
         assert result["kernel_us"]["median"] == 4.0
     _, paged, floor = by_column(tables)
     assert paged["times the first"] == ["1.00"] and floor["times the first"] == ["0.25"]
+
+
+@on_a_clock
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp8"])])
+def test_mla(dtype, dry_run) -> None:
+    run, tables = dry_run(mla, *CALLS, "--kv-dtypes", dtype)
+    (shape,) = run["shapes"]
+    ours, limit = shape["results"]["ours"], shape["results"]["limit"]["kernel_us"]["median"]
+    assert ours["status"] == "ok" and ours["relative_l2"] < 5e-3
+    element_bytes = 24 + 4 if dtype == "fp8" else 2 * 24  # fp8 has a scale besides
+    assert shape["num_bytes"] == sum(latents.TINY.seq_lens) * element_bytes
+    pairs = (4 + 5) + (30 + 31 + 32) + 17
+    assert shape["num_flops"] == 2 * 4 * (24 + 16) * pairs
+    # The operations take longer, since the floor reads 1 GiB in 1 us here.
+    assert limit == pytest.approx(shape["num_flops"] / calls.PEAK_TFLOPS / 1e6)
+    assert [row["by"] for row in by_column(tables)] == [["pallas_paged: xla"], ["limit"]]
 
 
 @on_a_clock

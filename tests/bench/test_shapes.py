@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.decode import __main__ as decode
-from bench.decode import cascade
+from bench.decode import cascade, latents
 from bench.measuring import kv_dtypes
 from bench.measuring.options import Options
 from bench.measuring.shapes import OPTION_PAIRS, SHAPES, uniform
@@ -39,6 +39,15 @@ def test_sets_of_pages_exceed_the_l2_and_hold_each_token(shapes) -> None:
         assert shape.num_bytes == own * 2 * shape.num_kv_heads * token_bytes
         assert 2 * L2_BYTES <= shape.num_sets * shape.num_bytes <= 4 * GIB
         assert shape.pages_per_seq * shape.page_size >= max(shape.seq_lens)
+
+
+def test_latents_are_counted_once_and_exceed_the_l2() -> None:
+    for shape in latents.SHAPES:
+        assert shape.num_bytes == sum(shape.seq_lens) * 576 * 2
+        assert 2 * L2_BYTES <= shape.num_sets * shape.num_bytes <= 4 * GIB
+        pairs = sum(int(shape.keys_of(row).sum()) for row in range(len(shape.seq_lens)))
+        assert shape.num_flops == 2 * shape.num_q_heads * (576 + 512) * pairs
+    assert len({shape.name for shape in latents.SHAPES}) == len(latents.SHAPES) == 18
 
 
 def test_shapes_with_options_have_plain_shapes_of_equal_bytes() -> None:

@@ -18,7 +18,7 @@ NUM_ARRAYS = {raw.paged_attention: 5, raw.ragged_paged_attention: 6, raw.cascade
 
 def with_lse(attention, *arrays, **options):
     """(out, lse) of an entry; scales may follow the arrays."""
-    count = NUM_ARRAYS[attention]
+    count = NUM_ARRAYS.get(attention, 5 + (len(arrays) - 5) % 2)  # mla_attention's cu_q_lens
     scales = dict(zip(("k_scales", "v_scales"), arrays[count:], strict=False))
     return attention(*arrays[:count], return_lse=True, **scales, **options)
 
@@ -32,6 +32,7 @@ def jitted(attention, compiler_options=None):
 decode = jitted(raw.paged_attention)
 ragged = jitted(raw.ragged_paged_attention)
 cascade = jitted(raw.cascade_attention)
+mla = jitted(raw.mla_attention)
 
 
 def assert_close(actual, arrays, tolerance, *, name="", **options):

@@ -45,6 +45,12 @@ def with_dead_rows(arrays: tuple, num_seqs: int) -> tuple[np.ndarray, ...]:
     return *arrays, tables, lens, *offsets, *scales
 
 
+def of_latents(arrays: tuple, v_head_dim: int) -> tuple[np.ndarray, ...]:
+    """The call with V that are the first elements of K."""
+    q, k_pages, _, *rest = arrays
+    return q, k_pages, k_pages[..., :v_head_dim], *rest
+
+
 def without_tokens_left_of(
     window: int, arrays: tuple, page_size: int, entry: int, groups: Iterable[int] = ()
 ) -> tuple[np.ndarray, ...]:
@@ -154,6 +160,26 @@ class Case:
                 array[where] = rng.standard_normal((self.num_kv_heads, length, self.head_dim))
         arrays = (q.astype(dtype), k_pages, v_pages, tables, lens)
         return arrays if self.q_lens is None else (*arrays, cumulated(self.q_lens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentCase(Case):
+    """A case whose V are the first 8 of 9 elements of K, like 512 of 576; `of_latents` takes them.
+
+    `head_dim` is that of K.
+    """
+
+    num_kv_heads: int = 1
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.head_dim * 8 // 9
+
+    def on(self, implementation: str) -> LatentCase:
+        if not implementation.startswith("mosaic"):
+            return self
+        dtype = "float16" if self.dtype == "float16" else "bfloat16"
+        return replace(self, head_dim=576, dtype=dtype)
 
 
 # Cases of shapes that the Mosaic kernels take.

@@ -19,7 +19,10 @@ def attend(
     tree_mask: np.ndarray | None = None,
     causal: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns float64 (out [T, Hq, D], lse [T, Hq]); without cu_q_lens row b's query is q[b]."""
+    """Returns float64 (out [T, Hq, D], lse [T, Hq]); without cu_q_lens row b's query is q[b].
+
+    D is that of V, which may differ from that of K.
+    """
     q = np.asarray(q).astype(np.float64)
     k_pages, v_pages = np.asarray(k_pages), np.asarray(v_pages)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -30,7 +33,7 @@ def attend(
     sinks = np.full(num_q_heads, -np.inf) if sinks is None else np.asarray(sinks, float)
     if cu_q_lens is None:
         cu_q_lens = np.arange(num_tokens + 1)
-    out = np.zeros(q.shape)
+    out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     for b, length in enumerate(map(int, seq_lens)):
         begin, end = map(int, cu_q_lens[b : b + 2])
@@ -66,7 +69,7 @@ def attend(
         peak = np.maximum(logits.max(axis=-1), sinks[:, None])
         weights = np.exp(logits - peak[..., None])
         total = weights.sum(axis=-1) + np.exp(sinks[:, None] - peak)
-        sums = (weights.reshape(num_kv_heads, -1, len(keys)) @ v).reshape(*total.shape, head_dim)
+        sums = (weights.reshape(num_kv_heads, -1, len(keys)) @ v).reshape(*total.shape, -1)
         out[where] = (sums / total[..., None]).swapaxes(0, 1)
         lse[where] = (peak + np.log(total)).T
     return out, lse

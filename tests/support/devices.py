@@ -34,6 +34,15 @@ def implementations_here() -> list[str]:
     return found
 
 
+def latent_implementations_here() -> list[str]:
+    """Those of `implementations_here` that have multi-head latent attention."""
+    return [
+        name
+        for name in implementations_here()
+        if name == "xla" or (name in FAMILIES and FAMILIES[name].reads_latents)
+    ]
+
+
 def mesh(num_devices: int) -> Mesh:
     """A mesh of one axis, "tensor"; skips the test where there are fewer devices."""
     devices = jax.devices()

@@ -68,21 +68,34 @@ def row(family: Family) -> list[str]:
             texts.append(text if is_all or kinds == ["bfloat16"] else f"{names(kinds)}: {text}")
         sizes = [1 << i for i in range(9) if takes(call, **on, page_size=1 << i)]
         cells.append("; ".join(texts) + f"; pages from {sizes[0]} token{'s' * (sizes[0] > 1)}")
-    return cells
+    return [*cells, latents(takes, on)]
+
+
+def latents(takes: Callable[..., bool], on: dict[str, Any]) -> str:
+    """The cell of calls on latents of 512 elements, and rotary keys of 64."""
+    sizes = dict(num_kv_heads=1, head_dim=512, rope_dim=64)
+    texts = []
+    for call in (replace(DECODE, **sizes), replace(PREFILL, **sizes)):
+        floats = [x for x in FLOATS if takes(call, **on, dtype=x, kv_dtype=x)]
+        pages = [x for x in BYTES if takes(call, **on, kv_dtype=x)]
+        tokens = [1 << i for i in range(9) if takes(call, **on, page_size=1 << i)]
+        texts.append(f"{names([*floats, *pages])}; pages from {tokens[0]}" if floats else "-")
+    decode, ragged = texts
+    return decode if decode == ragged else f"decode: {decode}; ragged: {ragged}"
 
 
 def table() -> str:
     """The table, as if this JAX had all kernels."""
     head = [
         "`implementation`", "compute capability", "JAX", "q", "pages", "head_dim of decode",
-        "head_dim of ragged calls",
+        "head_dim of ragged calls", "latents",
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for family in FAMILIES.values():
             patch.setattr(type(family), "why_not_jax", lambda self: None)
         rows = [head, ["---"] * len(head), *map(row, FAMILIES.values())]
     rows.append(['`"xla"`', "any device", "any", names(FLOATS), f"of q's dtype, {names(BYTES)}"])
-    rows[-1] += ["1 to 512; pages from 1 token"] * 2
+    rows[-1] += ["1 to 512; pages from 1 token"] * 2 + [f"{names([*FLOATS, *BYTES])}; pages from 1"]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 

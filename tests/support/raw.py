@@ -38,6 +38,27 @@ def _with_layer(entry: Any) -> Any:
     return attend
 
 
+def mla_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *arrays: Any,
+    k_scales: Any = None,
+    v_scales: Any = None,
+    kv_layout: Any = "HPND",
+    **options: Any,
+) -> Any:
+    """`mla_attention` with the arrays of the oracle: q has all elements of K, and V are its first.
+
+    It gives the entry K alone; of V it takes the size.
+    """
+    v_head_dim = v_pages.shape[-1]
+    layer = pp.LayerKV(k_pages, k_scales=k_scales, kv_layout=kv_layout, v_head_dim=v_head_dim)
+    if "implementation" in options:
+        options |= by(options["implementation"])
+    return pp.mla_attention(q[..., :v_head_dim], q[..., v_head_dim:], layer, *arrays, **options)
+
+
 paged_attention = _with_layer(pp.paged_attention)
 ragged_paged_attention = _with_layer(pp.ragged_paged_attention)
 cascade_attention = _with_layer(pp.cascade_attention)

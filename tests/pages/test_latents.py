@@ -1,0 +1,249 @@
+"""Pools of latents: created, written, copied, shared and checked, in every layout and in place."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from tests.support.kv_pools import pool_bytes
+from tests.support.lowering import few_with_every_level, named, pairwise
+from tests.support.marks import slow
+from tests.support.page_layouts import of_heads
+from tests.support.page_tables import (
+    assert_same,
+    attach,
+    copy_pages,
+    extend,
+    extended,
+    fork,
+    free,
+    i32,
+    retain,
+    slot_mapping,
+    truncate,
+    write_kv,
+)
+from tests.support.quantized_cases import LARGEST, quantize
+
+LAYOUTS = ["NHD", "HND", "HPND"]
+P, N, LATENT, ROPE = 5, 4, 6, 2
+SIZES = dict(num_pages=P, num_kv_heads=1, page_size=N, head_dim=LATENT + ROPE, v_head_dim=LATENT)
+STORED = {
+    **{x: dict(dtype=x) for x in ("float32", "bfloat16", "float16", *LARGEST)},
+    **{f"{x} of one scale": dict(dtype=x, k_scales=[0.01, 0.01]) for x in LARGEST},
+}
+
+
+def create(num_layers=2, dtype="float32", **more):
+    return pp.create_kv_pool(num_layers=num_layers, dtype=dtype, **SIZES | more)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+def test_a_pool_has_one_array_and_one_kind_of_scales(kv_layout, stored):
+    pool = create(**STORED[stored], kv_layout=kv_layout)
+    pages = of_heads(np.zeros((1, P, N, LATENT + ROPE)), kv_layout).shape
+    scales = of_heads(np.zeros((1, P, N)), kv_layout).shape
+    for layer in pool.layers:
+        assert layer.is_latent and layer.v_pages is None and layer.v_scales is None
+        assert (layer.v_head_dim, layer.head_dim) == (LATENT, LATENT + ROPE)
+        assert layer.k_pages.shape == pages and not np.any(np.asarray(layer.k_pages))
+        if layer.k_pages.dtype.name not in LARGEST:
+            assert layer.k_scales is None
+        elif "one scale" in stored:
+            assert layer.k_scales.shape == () and layer.k_scales == np.float32(0.01)
+        else:
+            assert layer.k_scales.shape == scales
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(v_head_dim=8), "v_head_dim=8 must be less than head_dim=8"),
+        (dict(v_head_dim=0), "v_head_dim=0 must be"),
+        (dict(v_head_dim="6"), "v_head_dim='6' must be"),
+        (dict(kv_layout="2NHD"), "kv_layout='2NHD' has V of its own, so v_head_dim must be None"),
+        (dict(kv_layout="NH2D"), "kv_layout='NH2D' has V of its own, so v_head_dim must be None"),
+        (dict(dtype="int8", k_scales=[1, 1], v_scales=[1, 1]), "v_scales must be None with v_head"),
+        (dict(dtype="int8", v_scales=[1, 1]), "v_scales must be None with v_head_dim=6: k_scales"),
+        (dict(k_scales=[1, 1]), "must be None with pages of float32"),
+        (dict(dtype="int8", k_scales=[1]), r"k_scales=\[1.0\] must be num_layers=2 numbers"),
+    ],
+)
+def test_create_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        create(**changes)
+
+
+def test_write_kv_refuses_v_and_tokens_of_another_size():
+    [layer] = create(1).layers
+    tokens = np.zeros((2, 1, LATENT + ROPE), np.float32)
+    slots = i32(0, 1)
+    for k, v, message in (
+        (tokens, tokens, r"v must be None with v_head_dim=6: V is a part of k"),
+        (tokens[..., :LATENT], None, r"k must be \[T, num_kv_heads=1, head_dim=8\].* \(2, 1, 6\)"),
+        (tokens[:, 0], None, r"k must be .* got \(2, 8\)"),
+        (tokens.astype(np.int32), None, "k must be floating, got int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pp.write_kv(layer, k, v, slots)
+    plain = pp.create_kv_pool(
+        num_layers=1, num_pages=P, num_kv_heads=1, page_size=N, head_dim=8, dtype="float32"
+    )
+    with pytest.raises(ValueError, match=r"^v=None must be an array"):
+        pp.write_kv(plain.layers[0], tokens, None, slots)
+
+
+def of_random_tokens(kv_layout, stored):
+    """A pool in which all slots are written, and what `[1, P, N, D]` each slot holds."""
+    rng = np.random.default_rng(0)
+    pool = create(**STORED[stored], kv_layout=kv_layout)
+    tokens = rng.standard_normal((P * N, 1, LATENT + ROPE)).astype(np.float32)
+    dtype = STORED[stored]["dtype"]
+    layers = tuple(
+        write_kv(layer, tokens, None, np.arange(P * N, dtype=np.int32)) for layer in pool.layers
+    )
+    if dtype not in LARGEST:
+        held = tokens.astype(jnp.dtype(dtype)).astype(np.float32)
+    elif "one scale" in stored:
+        whole = np.clip(tokens / np.float32(0.01), -LARGEST[dtype], LARGEST[dtype])
+        whole = np.rint(whole) if dtype == "int8" else whole
+        held = whole.astype(jnp.dtype(dtype)).astype(np.float32) * np.float32(0.01)
+    else:
+        elements, scales = quantize(tokens, dtype)
+        held = elements.astype(np.float32) * scales[..., None]
+    return pp.KVPool(layers=layers), held.reshape(1, P, N, -1)
+
+
+def values(layer):
+    """What each slot of a layer holds `[1, P, N, D]`, dequantized."""
+    order = [layer.layout.axes.index(letter) for letter in "HPND"]
+    pages = np.asarray(layer.k_pages).transpose(order).astype(np.float32)
+    if layer.k_scales is None:
+        return pages
+    scales = np.asarray(layer.k_scales)
+    if scales.ndim:
+        scales = scales.transpose([layer.layout.scale_axes.index(letter) for letter in "HPN"])
+    return pages * scales[..., None]
+
+
+ROWS = pairwise(kv_layout=LAYOUTS, stored=[*STORED])
+
+
+@pytest.mark.parametrize("row", few_with_every_level(ROWS), ids=named)
+def test_writes_and_copies_equal_numpy_and_touch_nothing_else(row):
+    pool, held = of_random_tokens(**row)
+    # XLA may round a tie of a quotient otherwise.
+    near = dict(rtol=0.07, atol=0.02) if row["stored"].split()[0] in LARGEST else dict(rtol=0)
+    for layer in pool.layers:
+        np.testing.assert_allclose(values(layer), held, **near)
+    # Page 1 is overwritten and read in the same call; the others are padding.
+    copies = pp.PageCopies(src_pages=i32(0, 1, P, 2, -1), dst_pages=i32(1, 3, 0, P, 0))
+    copied = copy_pages(pool, copies)
+    for before, after in zip(pool.layers, copied.layers, strict=True):
+        assert jax.tree.structure(before) == jax.tree.structure(after)
+        wanted = values(before)
+        wanted[:, [1, 3]] = wanted[:, [0, 1]]
+        np.testing.assert_array_equal(values(after), wanted)
+    token = np.full((3, 1, LATENT + ROPE), 0.5, np.float32)
+    written = write_kv(pool.layers[0], token, None, i32(6, P * N, -1))
+    wanted = values(pool.layers[0])
+    np.testing.assert_allclose(values(written)[:, 1, 2], 0.5, rtol=0.07)
+    wanted[:, 1, 2] = values(written)[:, 1, 2]
+    np.testing.assert_array_equal(values(written), wanted)
+
+
+def test_forks_and_truncations_of_the_table_copy_latents():
+    """Rows that share a page, and then write tokens of their own."""
+    table, pool = extended([N + 1, 0, 2, 0]), create(1, num_pages=8)
+    rng = np.random.default_rng(0)
+
+    def grow(table, pool, rows, positions):
+        tokens = rng.standard_normal((len(rows), 1, LATENT + ROPE)).astype(np.float32)
+        slots = slot_mapping(table, i32(*rows), i32(*positions))
+        return pp.KVPool(layers=(write_kv(pool.layers[0], tokens, None, slots),)), tokens[:, 0]
+
+    def tokens_of(table, pool, row):
+        pages = np.asarray(table.block_tables)[row]
+        length = int(np.asarray(table.seq_lens)[row])
+        held = values(pool.layers[0])[0][pages[: -(-length // N)]]
+        return held.reshape(-1, LATENT + ROPE)[:length]
+
+    pool, first = grow(table, pool, [0] * (N + 1) + [2] * 2, [*range(N + 1), 0, 1])
+    table, copies, ok = fork(table, i32(0), i32(1))
+    assert ok.all()
+    pool = copy_pages(pool, copies)
+    table, ok = extend(table, i32(1, 1, 0, 0))
+    assert ok.all()
+    pool, newest = grow(table, pool, [0, 1], [N + 1, N + 1])
+    for row in (0, 1):
+        wanted = np.concatenate([first[: N + 1], newest[row : row + 1]])
+        np.testing.assert_array_equal(tokens_of(table, pool, row), wanted)
+    table, copies, ok = truncate(table, i32(N + 2, 3, 2, 0))  # into the page that both rows have
+    assert ok.all()
+    pool = copy_pages(pool, copies)
+    table, ok = extend(table, i32(0, 1, 0, 0))
+    assert ok.all()
+    pool, other = grow(table, pool, [1], [3])
+    np.testing.assert_array_equal(
+        tokens_of(table, pool, 0), np.concatenate([first[: N + 1], newest[:1]])
+    )
+    np.testing.assert_array_equal(tokens_of(table, pool, 1), np.concatenate([first[:3], other]))
+    np.testing.assert_array_equal(tokens_of(table, pool, 2), first[N + 1 :])
+    pp.check_page_table(table)
+
+    # Row 0 ends, and its full page stays for a prompt that begins with the same tokens.
+    cache, prompt = pp.PrefixCache(page_size=N), [7] * (N + 2)
+    lease = cache.lookup(prompt)
+    new = cache.insert(lease, prompt, np.asarray(table.block_tables)[0, :2].tolist())
+    table, ok = retain(table, i32(*new))
+    assert ok.all() and len(new) == 1
+    cache.release(lease)
+    table = free(table, np.array([True, False, False, False]))
+    found = cache.lookup([*prompt, 8])
+    table, ok = attach(table, i32(3), i32(*found.pages)[None])
+    assert ok.all() and found.num_tokens == N
+    np.testing.assert_array_equal(tokens_of(table, pool, 3), first[:N])
+    pp.check_page_table(table, cache.pages)
+
+
+BIG = dict(num_pages=4096, page_size=16, head_dim=72, v_head_dim=64)
+IN_PLACE = [("NHD", "int8"), ("HND", "float16"), ("HPND", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("kv_layout", "stored"),
+    [*IN_PLACE, *slow([("NHD", "float32"), ("HND", "int8"), ("HPND", "int8"), ("NHD", "float16")])],
+)
+def test_donated_pools_are_written_and_copied_in_place(kv_layout, stored):
+    pool = jax.eval_shape(lambda: create(**STORED[stored], kv_layout=kv_layout, **BIG))
+    tokens = jax.ShapeDtypeStruct((8, 1, 72), jnp.float32)
+    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def step(pool, k, slots):
+        layers = tuple(pp.write_kv(layer, k, None, slots) for layer in pool.layers)
+        copies = pp.PageCopies(src_pages=slots, dst_pages=slots + 1)
+        return pp.copy_pages(pp.KVPool(layers=layers), copies)
+
+    memory = jax.jit(step, donate_argnums=0).lower(pool, tokens, slots).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pool_bytes(pool)
+    assert memory.temp_size_in_bytes < pool_bytes(pool) // 100
+
+
+def test_a_layer_goes_through_loops_and_trees():
+    [layer] = create(1).layers
+    tokens = np.random.default_rng(0).standard_normal((8, 1, 1, LATENT + ROPE)).astype(np.float32)
+
+    def step(carry, token):
+        layer, i = carry
+        return (pp.write_kv(layer, token, None, i[None]), i + 1), None
+
+    (filled, _), _ = jax.jit(lambda x: jax.lax.scan(step, (x, jnp.int32(0)), tokens))(layer)
+    slots = np.arange(8, dtype=np.int32)
+    assert_same(filled, write_kv(layer, tokens[:, 0], None, slots))
+    assert jax.tree.structure(filled) == jax.tree.structure(layer)
+    # A layer of another v_head_dim is of another type.
+    assert jax.tree.structure(layer) != jax.tree.structure(replace(layer, v_head_dim=5))

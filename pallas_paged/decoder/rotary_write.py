@@ -80,7 +80,7 @@ def split_qkv(
     Raises:
         ValueError: `qkv` is not floating or has another shape.
     """
-    qkv = _checked_floats("qkv", qkv)
+    qkv = checked_floats("qkv", qkv)
     if qkv.ndim < 3 or qkv.shape[-2] < 3:
         raise ValueError(
             "qkv must be [..., num_kv_heads, G + 2, head_dim], with G of 1 or more, got "
@@ -280,7 +280,7 @@ def checked_write(
     Raises:
         ValueError: as there.
     """
-    qkv = _checked_floats("qkv", qkv)
+    qkv = checked_floats("qkv", qkv)
     if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(
             f"qkv must be [T, num_kv_heads, G + 2, head_dim], with G of 1 or more, got {qkv.shape}"
@@ -302,10 +302,10 @@ def checked_write(
         k_scales=layer.k_scales,
         v_scales=layer.v_scales,
         kv_layout=layer.kv_layout,
-        **_checked_rotation(rotation, num_tokens, head_dim),
+        **checked_rotation(rotation, num_tokens, head_dim),
     )
     norms: dict[str, Any] = {
-        name: _checked_floats(name, norm)
+        name: checked_floats(name, norm)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
         if norm is not None
     }
@@ -315,14 +315,14 @@ def checked_write(
     return dataclasses.replace(arrays, **norms)
 
 
-def _checked_floats(name: str, value: Any) -> jax.Array:
+def checked_floats(name: str, value: Any) -> jax.Array:
     x = as_array(name, value)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating, got {x.dtype}")
     return jnp.asarray(x)
 
 
-def _checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
+def checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
     """Return cos and sin as f32`[T, R / 2]`, or nothing."""
     if rotation is None:
         return {}

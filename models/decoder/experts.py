@@ -43,8 +43,8 @@ class Router(nnx.Module):
         if config.n_group > 1:
             groups = choice.reshape(len(x), config.n_group, -1)
             # The groups of V3 have the scores of their best two experts, those of V2 of the best.
-            best = lax.top_k(groups, 2 if config.is_sigmoid else 1)[0].sum(axis=-1)
-            chosen = _is_chosen(best, config.topk_group)
+            best = _is_chosen(groups, 2 if config.is_sigmoid else 1)
+            chosen = _is_chosen(jnp.where(best, groups, 0.0).sum(axis=-1), config.topk_group)
             choice = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(-1, num_experts)
         weights = jnp.where(_is_chosen(choice, config.num_experts_per_tok), scores, 0.0)
         if config.norm_topk_prob:
@@ -109,6 +109,11 @@ class SparseMLP(nnx.Module):
 
 
 def _is_chosen(scores: jax.Array, count: int) -> jax.Array:
-    """Return bool[T, X]: which `count` of the X scores f32[T, X] are the largest."""
-    best = lax.top_k(scores, count)[1]
-    return jax.nn.one_hot(best, scores.shape[-1], dtype=bool).any(axis=-2)
+    """Return bool[..., X]: which `count` of the X scores f32[..., X] are the largest.
+
+    Of equal ones the first are. Each is compared with all others, for a CUDA graph holds no sort.
+    """
+    place = jnp.arange(scores.shape[-1])
+    own, others = scores[..., :, None], scores[..., None, :]
+    is_behind = (others > own) | ((others == own) & (place < place[:, None]))
+    return is_behind.sum(axis=-1) < count

@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3: what their configs mean, routing against NumPy, experts, checkpoints."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +196,15 @@ def test_experts_are_chosen_and_weighed_as_numpy_does(architecture, groups):
     assert ((expected > 0).sum(axis=1) == config.experts.num_experts_per_tok).all()
     np.testing.assert_array_equal(found > 0, expected > 0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    text = jax.jit(lambda x: router(x)).lower(x).as_text()
+    assert not re.findall("sort|top_k|while", text)  # what a CUDA graph can't hold
+
+
+def test_of_equal_scores_the_first_experts_are_chosen():
+    config = ModelConfig.from_hugging_face(config_of(V2))
+    router = Router(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    weights = router(jnp.zeros((1, config.hidden_size)))
+    np.testing.assert_allclose(weights[0], [0.125] * 3 + [0] * 5)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 300])  # more than a block of tokens

@@ -1,4 +1,4 @@
-"""A Llama-family decoder in Flax NNX, its checkpoints, and the decoder as a model of the engine."""
+"""A decoder in Flax NNX, its checkpoints, and the decoder as a model of the engine."""
 
 from models.decoder.adapter import EngineModel, engine_config, engine_model
 from models.decoder.attend import Attend, dense_attend

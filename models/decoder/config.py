@@ -63,7 +63,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a Llama-family decoder of any supported architecture.
+    """Sizes and switches of a decoder of any supported architecture.
 
     Hashable and compared by value: it is a static part of the module.
 

@@ -1,4 +1,4 @@
-"""A Llama-family decoder in Flax NNX whose attention, and with it the cache, is passed in.
+"""A decoder in Flax NNX whose attention, and with it the cache, is passed in.
 
 Modules and parameters carry Hugging Face's names, and weights its [out, in] layout, so that a
 checkpoint needs no transposing; only q/k/v and gate/up are fused, for fewer kernels per step. The

@@ -31,10 +31,8 @@ class LatentAttention(nnx.Module):
         sizes, heads, hidden_size = config.latent, config.num_q_heads, config.hidden_size
         assert sizes is not None
         self.sizes = sizes
-        linear, norm = (
-            partial(Linear, dtype=dtype, rngs=rngs),
-            partial(RMSNorm, eps=_EPS, dtype=dtype),
-        )
+        linear = partial(Linear, dtype=dtype, rngs=rngs)
+        norm = partial(RMSNorm, eps=_EPS, dtype=dtype)
         self.q_proj = None if sizes.q_lora_rank else linear(hidden_size, heads, config.head_dim)
         if sizes.q_lora_rank is not None:
             self.q_a_proj = linear(hidden_size, sizes.q_lora_rank)

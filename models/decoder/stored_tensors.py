@@ -53,8 +53,9 @@ def tensors_of(
     *parents, module, leaf = path
     parts = _FUSED.get(str(module), (str(module),))
     if "experts" in path:  # [X, F, 2, E], or of down [E, X, F]
-        down, num_experts = len(shape) == 3, shape[1 if len(shape) == 3 else 0]
-        stored = shape[::2] if down else shape[1::2]
+        num_experts, stored = shape[0], shape[1::2]
+        if len(shape) == 3:
+            num_experts, stored = shape[1], shape[::2]
         for expert, part in itertools.product(range(num_experts), parts):
             yield prefix + ".".join(map(str, (*parents, expert, part, leaf))), stored
         return
@@ -85,7 +86,8 @@ def read_param(
         if "experts" in path:
             return _read_experts(parts, index, shape, dtype)
         if config.latent is not None and module in _LATENT:
-            return _read_latent(module, parts[0], index[0], config.latent).astype(dtype)
+            value = _read_latent(module, parts[0], index[0], config.latent)
+            return value.astype(dtype, copy=False)
         if module == "qkv_proj":
             return _read_heads(parts, index[0], shape, dtype)
         if module == "gate_up_proj":

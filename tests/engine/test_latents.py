@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import KVCacheSpec
-from pallas_paged.engine.device.pool import create_pool, page_bytes, pool_bytes
+from pallas_paged.engine.device.placement import Placement
+from pallas_paged.engine.device.pool import create_pool, page_bytes, pages_that_fit, pool_bytes
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.attention_oracle import relative_error
+from tests.support.devices import mesh
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODES,
@@ -95,6 +97,15 @@ def test_latents_are_replicated_where_heads_would_be_copied():
     assert SPEC.on_devices(4) == SPEC
     heads = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32")
     assert heads.on_devices(4).num_kv_heads == 4
+
+
+def test_as_many_pages_of_latents_fit_two_devices_as_one():
+    def fitting(num_devices):
+        there = Placement.on(mesh(num_devices).devices)
+        sizes = dict(page_size=4, dtype="float32", memory_fraction=0.01, placements=[there])
+        return pages_that_fit(SPEC, **sizes)
+
+    assert fitting(2) == fitting(1) > 1
 
 
 def test_a_step_copies_no_pool_of_latents():

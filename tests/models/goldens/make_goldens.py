@@ -23,8 +23,8 @@ NUM_GREEDY = 16
 # llama: grouped heads wider than hidden_size, an untied head, two files, and a context short enough
 # for all three bands of the scaling to matter. qwen2: biases on q, k and v; one key/value head.
 # qwen3: norms on q and k, and a tied head.
-# deepseek_v2: one projection of q, a dense layer before one of experts. deepseek_v3: two
-# projections of q, groups of experts with a bias, and YaRN.
+# deepseek_v2: one projection of q, a dense layer before one of experts, and another eps than
+# inside of attention. deepseek_v3: two projections of q, groups of experts with a bias, and YaRN.
 NAMES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 
 

@@ -1,17 +1,21 @@
 """A model of latent attention in the engine: its pool, its tokens, its steps."""
 
+import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_paged.engine import KVCacheSpec
+from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import create_pool, page_bytes, pages_that_fit, pool_bytes
+from pallas_paged.engine.device.step import make_step
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.attention_oracle import relative_error
-from tests.support.devices import mesh
+from tests.support.devices import lower_for_cuda, mesh
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODES,
@@ -24,7 +28,7 @@ from tests.support.engine_calls import (
     tokens_of,
 )
 from tests.support.latent_model import LatentModel, expected_logits, greedy_tokens
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 MODEL = LatentModel()
@@ -114,6 +118,21 @@ def test_a_step_copies_no_pool_of_latents():
     batch = runner.empty_batch(runner.buckets.all()[0], SamplingMode())  # of the largest shape
     compiled = runner.executor.lower(batch).compile()
     assert_copies_no_pool(compiled, runner.executor.pool_shape)
+
+
+@needs_triton
+def test_a_decode_step_for_cuda_writes_latents_by_the_kernel_and_fits_a_graph():
+    engine = engine_of(modes=None, num_pages=8, num_scheduler_steps=1, implementation=None)
+    runner = engine.replicas[0].runner
+    batch = runner.empty_batch((4, 0), SamplingMode(draws=True))
+    weights, state = runner.executor.weights, runner.executor.state
+    shapes = jax.eval_shape(lambda: (weights.leaves, state, None, batch))
+    # Without its compile options, which only the outermost function may have.
+    step = make_step(MODEL, weights.structure, AttentionKernels()).__wrapped__
+    text = lower_for_cuda(step, *shapes).as_text()
+    assert "rotate_and_write_latents" in text
+    assert "}) : (tensor<32x1x24xf32>, " not in text  # as a scatter into the pages would end
+    assert not re.findall(r"stablehlo\.(?:sort|while|case|if)\b|chlo.top_k|callback", text)
 
 
 def test_a_model_of_heads_and_a_pool_of_latents_do_not_fit():

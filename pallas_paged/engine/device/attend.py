@@ -156,7 +156,7 @@ class PagedAttend:
         self._check_once(cache)
         if rotation is not None:
             q_pe = rotate(q_pe, *rotation)
-        how: dict[str, Any] = dict(rotation=rotation, norm=norm, eps=eps)
+        how = dict(rotation=rotation, norm=norm, eps=eps) | self._kernels.writes
         cache = rotate_and_write_latents(cache, latents, self._slot_mapping, **how)
         return self._attend((q_nope, q_pe), cache, **options)
 

@@ -13,10 +13,16 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.decoder import CheckpointError, ModelConfig, load_checkpoint, save_checkpoint
+from models.decoder import (
+    CheckpointError,
+    ModelConfig,
+    engine_model,
+    load_checkpoint,
+    save_checkpoint,
+)
 from models.decoder.experts import Experts, Router
 from tests.support.attention_oracle import relative_error
-from tests.support.dense_oracle import dense_logits
+from tests.support.dense_oracle import dense_logits, logits_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -299,3 +305,24 @@ def test_it_is_not_saved_as_llama(tmp_path):
     with pytest.raises(ValueError, match="latent attention cannot be saved as LlamaForCausalLM"):
         save_checkpoint(tmp_path / "nowhere", model, config)
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.cpu_budget(6)
+def test_gradients_reach_every_weight_but_the_bias_of_the_choice():
+    model, _ = load_checkpoint(V3)
+    graphdef, params = nnx.split(model)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
+
+    def loss(params):
+        logits = logits_of(params, tokens, graphdef)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0])
+
+    for path, gradient in nnx.to_flat_state(jax.jit(jax.grad(loss))(params)):
+        value = np.asarray(gradient.get_value())
+        assert np.isfinite(value).all(), path
+        assert np.any(value) == (path[-1] != "e_score_correction_bias"), path
+
+
+def test_equal_checkpoints_share_compiled_steps():
+    (model, _), (other, _) = (engine_model(load_checkpoint(V3)[0]) for _ in range(2))
+    assert model is other and model.cache_key

@@ -138,8 +138,8 @@ def test_types_on_an_explicit_mesh_say_which_heads_a_device_has(kv_layout, store
     def step(layer, *arguments):
         layer, q = write(layer, *arguments)
         tables, lens = np.zeros((6, 2), np.int32), np.full(6, 8, np.int32)
-        how = dict(implementation="triton_interpret", block_tables=tables, seq_lens=lens)
-        return layer, q, raw.paged_attention(q, **vars(layer), **how)
+        how = raw.by("triton_interpret")
+        return layer, q, pp.paged_attention(q, layer, tables, lens, **how)
 
     given = pool_on(on, kv_layout, stored).layers[0]
     placed = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in arguments]

@@ -10,6 +10,7 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.pages.layout import LAYOUTS
 from tests.support.devices import lower_for_cuda
+from tests.support.kernel_calls import kernel_calls
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
 from tests.support.marks import needs_mosaic, needs_triton, slow
 from tests.support.programs import Program, kernel_configs, parsed
@@ -142,6 +143,10 @@ def test_hopper_ragged(row):
     assert merge.count("output_operand_alias<") == 1 + row["return_lse"]
 
 
+# What a kernel for Ampere must not have. From 9.0 on, Mosaic begins every kernel with some of it.
+HOPPER_ONLY = re.compile(r"wgmma|nvvm\.(mbarrier|elect)|try_wait|griddepcontrol|cp\.async\.bulk")
+
+
 @needs_mosaic
 @pytest.mark.parametrize("function", ["decode", "ragged"])
 @pytest.mark.parametrize("row", few_with_every_level(AMPERE), ids=named)
@@ -152,9 +157,21 @@ def test_ampere(function, row, monkeypatch):
     monkeypatch.setattr(utils, "_infer_arch", lambda: row["architecture"])
     text = lowered("mosaic_sm80", function, row)
     assert len(CUSTOM_CALL.findall(text)) == 2
-    if row["architecture"] < (9, 0):  # from there on, Mosaic begins every kernel so
-        hopper_only = r"wgmma|nvvm\.(mbarrier|elect)|try_wait|griddepcontrol|cp\.async\.bulk"
-        assert not re.search(hopper_only, text)
+    assert row["architecture"] >= (9, 0) or not HOPPER_ONLY.search(text)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["latents", "ragged latents with options"])
+def test_ampere_latents(name, monkeypatch):
+    from jax.experimental.mosaic.gpu import utils
+
+    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+    (call,) = (x for x in kernel_calls() if str(x) == f"mosaic_sm80 {name}")
+    text = lower_for_cuda(call.run, *call.shapes()).as_text()
+    assert "mla_attention" in text and len(CUSTOM_CALL.findall(text)) == 2
+    assert not HOPPER_ONLY.search(text)
+    pool = [line for line in text.splitlines() if "x16x576xbf16" in line and not VIEWS.search(line)]
+    assert pool == []
 
 
 @needs_triton

@@ -54,6 +54,8 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Case | SharedPrefixes]] = {
 # Rows of one-byte pages are converted before the ragged kernel, if tables are as wide.
 WIDE_LENS = dict(seq_lens=(300, 0, 200, 1), q_lens=(300, 0, 200, 1))
 WIDE = dataclasses.replace(RAGGED, **WIDE_LENS, num_tokens=1024, pages_per_seq=512)
+# Of 512 elements, and 64 of a rotary key.
+LATENTS = dict(num_kv_heads=1, head_dim=576)
 KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 PER_HEAD = np.linspace(0.0, 1.0, 8, dtype=np.float32)
 OPTIONS: dict[str, Any] = dict(
@@ -105,6 +107,15 @@ def kernel_calls() -> list[KernelCall]:
         options = OPTIONS | ({"tree_mask": TREE_MASK} if name == "ragged" else {})
         make = partial(_attention_arrays, function, case, DECODE.dtype)
         add(Implementation, f"{name} with options", partial(_attend, function, **options), make)
+    for name, case in {"latents": DECODE, "ragged latents": RAGGED}.items():
+        case = dataclasses.replace(case, **LATENTS)
+        add(Implementation, name, _attend_latents, case.make)
+        # Some have the heads of a token in several programs.
+        many = dataclasses.replace(case, num_q_heads=64)
+        options = {k: np.resize(x, 64) if np.ndim(x) else x for k, x in OPTIONS.items()}
+        if case.q_lens is not None:
+            options |= {"tree_mask": TREE_MASK}
+        add(Implementation, f"{name} with options", partial(_attend_latents, **options), many.make)
     for kv_dtype in KV_DTYPES[1:]:
         ragged = raw.ragged_paged_attention
         make = partial(_attention_arrays, ragged, WIDE, kv_dtype)
@@ -127,6 +138,14 @@ def kernel_calls() -> list[KernelCall]:
 
 def _attend(function: Callable[..., Any], arrays: dict[str, Any], **options: Any) -> Any:
     return function(**arrays, return_lse=True, **options)
+
+
+def _attend_latents(
+    q: Any, pages: Any, _: Any, *arrays: Any, implementation: str, **options: Any
+) -> Any:
+    layer = pp.LayerKV(pages, kv_layout="HPND", v_head_dim=512)
+    how = dict(sm_scale=0.07, return_lse=True, **raw.by(implementation))
+    return pp.mla_attention(q[..., :512], q[..., 512:], layer, *arrays, **how, **options)
 
 
 def _attention_arrays(

@@ -21,7 +21,7 @@ from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.ragged_plan import PlanShape
 
-_FEW_STATES = 4  # of a tile
+_FEW_STATES = 8  # of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MergeShape:
     """What a program of the merge has.
 
     Attributes:
-        rows: 1, 2 or 4 of a tile, all within a sequence or all past its end.
+        rows: 1 or 2 of a tile, all within a sequence or all past its end.
         columns: of their results.
         block_s: partial states per loop step.
     """
@@ -41,10 +41,10 @@ class MergeShape:
     @classmethod
     def of(cls, shape: PlanShape, head_dim: int) -> Self:
         """Return the sizes for a plan, from static sizes only."""
-        if shape.fixed_split_size is not None:  # the order of sums must not depend on the batch
-            return cls(rows=1, columns=head_dim, block_s=8)
-        if shape.num_programs <= _FEW_STATES * shape.num_tiles:
-            return cls(rows=math.gcd(4, shape.group), columns=head_dim, block_s=_FEW_STATES)
+        few = shape.num_programs <= _FEW_STATES * shape.num_tiles
+        # Under a fixed split size the order of sums must not depend on the batch.
+        if few or shape.fixed_split_size is not None:
+            return cls(rows=math.gcd(2, shape.group), columns=head_dim, block_s=_FEW_STATES)
         return cls(rows=1, columns=math.gcd(head_dim, 128), block_s=32)
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 WARPGROUP = 128  # threads of a program
+_FEW_LOADS = 4  # of a thread before copies, where registers are few
 CHUNK = 16  # bytes of one asynchronous copy
 # The layout of an array with one value a thread.
 THREADS = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
@@ -38,7 +39,8 @@ class Tile:
         columns: elements of a row.
         dtype: of the elements.
         plain: not swizzled.
-        in_parts: the threads divide parts of the rows that are powers of 2 chunks.
+        in_parts: the threads divide parts of the rows that are powers of 2 chunks, and load few
+            values at once, for kernels with few registers left.
     """
 
     columns: int
@@ -193,11 +195,18 @@ class Emitter:
     ) -> None:
         """Run `body(row, byte of the row, byte of the block, load(row))` for this thread's chunks.
 
-        All loads come first: none goes past a copy, which writes shared memory.
+        Loads come first: none goes past a copy, which writes shared memory.
         """
-        thread, places = self.thread(), []
-        for first, width in tile.parts:
-            for start in range(0, rows * width, WARPGROUP):
+        thread = self.thread()
+        steps = [
+            (first, width, start)
+            for first, width in tile.parts
+            for start in range(0, rows * width, WARPGROUP)
+        ]
+        loads = _FEW_LOADS if tile.in_parts else len(steps)
+        for i in range(0, len(steps), loads):
+            places = []
+            for first, width, start in steps[i : i + loads]:
                 # Where a step takes full rows, the column does not depend on the step.
                 if WARPGROUP % width:
                     index = self.add(thread, start)
@@ -210,12 +219,12 @@ class Emitter:
                 count = rows * width - start  # of threads that have a chunk
                 known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
                 places.append((count, row, chunk, load(known)))
-        for count, row, chunk, loaded in places:
+            for count, row, chunk, loaded in places:
 
-            def copy(row=row, chunk=chunk, loaded=loaded):
-                body(row, self.mul(chunk, CHUNK), self.byte_of(tile, row, chunk), loaded)
+                def copy(row=row, chunk=chunk, loaded=loaded):
+                    body(row, self.mul(chunk, CHUNK), self.byte_of(tile, row, chunk), loaded)
 
-            self.when(thread, count, copy)
+                self.when(thread, count, copy)
 
     def byte_of(self, tile: Tile, row: Any, chunk: Any) -> Any:
         """Return the place of a chunk of a row in a block."""

@@ -250,6 +250,8 @@ class Copier:
         def copy(_, pairs, scales, tables, scalars):
             m = Emitter()
             stage, slot, first, kv_head, low, high = map(m.scalar, scalars)
+            if blocks.v is None:  # or the compiler keeps places on short pages in registers
+                first = m.ptx("mov.b32 $0, $1;", first)
             slot_at = m.mul(slot, 4 * block_k)
 
             def page_of(token):

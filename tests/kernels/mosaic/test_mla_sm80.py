@@ -1,4 +1,4 @@
-"""Multi-head latent attention by the kernel for Ampere and later, interpreted on a CPU."""
+"""Multi-head latent attention by the kernel for Ampere and later, without a GPU interpreted."""
 
 from functools import partial
 
@@ -21,6 +21,7 @@ from pallas_paged.kernels.mosaic_sm80.latent_config import (
 from tests.support.attention_calls import STATIC, assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.devices import implementations_here
 from tests.support.marks import slow
 from tests.support.page_layouts import of_heads
 
@@ -30,14 +31,12 @@ if reason := mosaic_support.why_not_jax():
 from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80 import latent, latent_program, ops
 
-pytestmark = [
-    # The interpreter multiplies the poisoned values too.
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.skipif(jax.default_backend() == "gpu", reason="the compiled kernel runs there"),
-]
+# The interpreter multiplies the poisoned values too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
+INTERPRET = "mosaic_sm80" not in implementations_here()
+HOW = dict(implementation="mosaic_sm80", interpret=INTERPRET, sm_scale=0.1)
 V = 64  # elements of a latent; a rotary key has the others
-SCALE = 0.1
 latents = partial(mosaic_case, num_kv_heads=1, head_dim=V + 64, num_q_heads=4, pages_per_seq=9)
 FEW = (130, 0, 64, 1)
 decode = partial(latents, seq_lens=FEW)
@@ -53,23 +52,24 @@ def every_option(num_q_heads, **others):
     return dict(soft_cap=3.0, sliding_window=30, **per_head) | others
 
 
-@partial(jax.jit, static_argnames=STATIC)
-def compiled(q, pages, *arrays, kv_layout, **options):
-    layer = pp.LayerKV(pages, kv_layout=kv_layout, v_head_dim=V)
-    how = dict(implementation="mosaic_sm80", interpret=True, sm_scale=SCALE, return_lse=True)
-    return pp.mla_attention(q[..., :V], q[..., V:], layer, *arrays, **how, **options)
+@partial(jax.jit, static_argnames=(*STATIC, "v"))
+def compiled(q, pages, *arrays, kv_layout, v, **options):
+    layer = pp.LayerKV(pages, kv_layout=kv_layout, v_head_dim=v)
+    return pp.mla_attention(
+        q[..., :v], q[..., v:], layer, *arrays, return_lse=True, **HOW, **options
+    )
 
 
-def attend_latents(arrays, *, kv_layout="HPND", **options):
+def attend_latents(arrays, *, kv_layout="HPND", v=V, **options):
     """(out, lse) of a call whose K pages are latents."""
     q, pages, _, *others = arrays
-    return compiled(q, of_heads(pages, kv_layout), *others, kv_layout=kv_layout, **options)
+    return compiled(q, of_heads(pages, kv_layout), *others, kv_layout=kv_layout, v=v, **options)
 
 
-def expected_of(arrays, **options):
+def expected_of(arrays, *, v=V, **options):
     q, pages, _, *others = arrays
-    out, lse = attend(q, pages, pages, *others, sm_scale=SCALE, **options)
-    return out[..., :V], lse
+    out, lse = attend(q, pages, pages, *others, sm_scale=HOW["sm_scale"], **options)
+    return out[..., :v], lse
 
 
 def assert_near(actual, expected, tolerance):
@@ -120,6 +120,24 @@ def test_equals_the_oracle(case, options):
     assert_near(actual, expected_of(arrays, **given), case.tolerance)
 
 
+REAL = dict(head_dim=576, page_size=64, pages_per_seq=80)
+LENGTHS = (0, 1, 31, 33, 5000, *range(200, 3000, 97))
+PROMPTS = dict(seq_lens=(700, 0, 65, 3000, 1), q_lens=(700, 0, 1, 130, 1), num_tokens=1000)
+
+
+@pytest.mark.skipif(INTERPRET, reason="takes too long where the kernel is interpreted")
+@pytest.mark.parametrize("with_options", [False, True], ids=["plain", "options"])
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+@pytest.mark.parametrize("rows", [dict(seq_lens=LENGTHS), dict(seq_lens=(5000,)), PROMPTS])
+def test_real_sizes_on_a_gpu(rows, num_q_heads, with_options):
+    case = latents(num_q_heads=num_q_heads, **rows, **REAL)
+    arrays, options = case.make(), every_option(num_q_heads) if with_options else {}
+    first = attend_latents(arrays, v=512, **options)
+    assert_near(first, expected_of(arrays, v=512, **options), case.tolerance)
+    for _ in range(100):
+        assert_same_bits(attend_latents(arrays, v=512, **options), first)
+
+
 @pytest.mark.slow
 def test_tokens_left_of_a_window_are_not_read():
     case, window = ragged(), 20
@@ -151,9 +169,9 @@ def test_queries_with_positions_equal_xla():
         q_positions=130 + jnp.arange(len(q)) % 7,
         alibi_slopes=jnp.linspace(0.1, 0.5, 4),
     )
-    options = LogitOptions(sm_scale=SCALE, sliding_window=40)
+    options = LogitOptions(sm_scale=0.1, sliding_window=40)
     config = LatentConfig(block_q=32, block_k=16, num_stages=2, num_programs=3)
-    kernel = partial(latent.latent_attention, config=config, interpret=True)
+    kernel = partial(latent.latent_attention, config=config, interpret=INTERPRET)
     functions = (partial(f, options=options) for f in (kernel, xla.ragged_paged_attention))
     for actual, expected in zip(*(jax.jit(f)(arrays) for f in functions), strict=True):
         np.testing.assert_allclose(np.float32(actual), np.float32(expected), atol=0.02)
@@ -180,9 +198,7 @@ def test_other_latents_are_refused(change, message):
     q, q_pe = (jnp.zeros((1, 4, x), dtype) for x in (v, rope))
     arrays = layer, np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     with pytest.raises(NotImplementedError, match=message):
-        pp.mla_attention(
-            q, q_pe, *arrays, sm_scale=SCALE, implementation="mosaic_sm80", interpret=True
-        )
+        pp.mla_attention(q, q_pe, *arrays, **HOW)
 
 
 DEEPSEEK = dict(head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)

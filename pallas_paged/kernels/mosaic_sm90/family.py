@@ -18,7 +18,6 @@ class _MosaicSm90(MosaicSm80):
 
     name = "mosaic_sm90"
     configs: ClassVar[dict[Kernel, type]] = MosaicSm80.configs | {"ragged": MosaicSm90RaggedConfig}
-    reads_latents = False
 
     def why_not_device(self, device: Device) -> str | None:
         return support.why_not_device(device)

@@ -56,7 +56,7 @@ def for_each_block(
     """Return the carry after `body(block, stage, carry)` for the blocks of a span.
 
     Args:
-        span: at least one block.
+        span: at least one block, or none where `started` is false.
         following: the next span of the program.
         body: attends to the block in that stage.
         carry: returns the first carry, when the queries have arrived. All threads see them.

@@ -12,6 +12,7 @@ from pallas_paged.attention.options import (
     RaggedAttentionOptions,
 )
 from pallas_paged.attention.states import merge_attention_states
+from pallas_paged.decoder.latent_write import rotate_and_write_latents
 from pallas_paged.decoder.rotary_write import rotate_and_write_kv, split_qkv
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
@@ -76,6 +77,7 @@ __all__ = [
     "release",
     "retain",
     "rotate_and_write_kv",
+    "rotate_and_write_latents",
     "slot_mapping",
     "split_qkv",
     "truncate",

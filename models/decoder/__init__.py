@@ -1,9 +1,10 @@
-"""A Llama-family decoder in Flax NNX, its checkpoints, and the decoder as a model of the engine."""
+"""A decoder in Flax NNX, its checkpoints, and the decoder as a model of the engine."""
 
 from models.decoder.adapter import EngineModel, engine_config, engine_model
+from models.decoder.attend import Attend, dense_attend
 from models.decoder.checkpoint import load_checkpoint, save_checkpoint
 from models.decoder.config import ModelConfig
-from models.decoder.decoder import Attend, Decoder, dense_attend
+from models.decoder.decoder import Decoder
 from models.decoder.sharding import repeat_kv_heads
 from models.files import CheckpointError
 

@@ -65,11 +65,13 @@ class EngineModel:
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
-        config = self.config
+        config, latent = self.config, self.config.latent
+        sizes = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        if latent is not None:
+            sizes = dict(num_kv_heads=1, head_dim=latent.cached_dim, v_head_dim=latent.kv_lora_rank)
         return KVCacheSpec(
             num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            **sizes,
             dtype=self.dtype,
             sliding_windows=config.sliding_windows or None,
             k_scales=config.k_scales or None,

@@ -5,32 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from models.decoder.config import ModelConfig, read_eos_token_ids
 from models.decoder.decoder import Decoder
-from models.decoder.sharding import config_on, param_spec
+from models.decoder.sharding import config_on
+from models.decoder.stored_tensors import Tensor, parts_of, read_param, tensors_of
 from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 # Scales of a layer's float8 K and V, as compressed-tensors, ModelOpt and Quark name them.
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -80,8 +74,8 @@ def load_checkpoint(
         dtype = _DTYPES[tensors["model.embed_tokens.weight"].dtype]
     loaded = []
     for path, param in params:
-        parts = [tensors[name] for name, _ in _tensors_of(path, param.shape, stored)]
-        value = _read_param(path, param.shape, parts, dtype, mesh)
+        parts = [tensors[name] for name, _ in tensors_of(path, param.shape, stored)]
+        value = read_param(path, param.shape, parts, dtype, mesh, config)
         # Waits for the copy, so that the host never holds the arrays of two parameters.
         loaded.append((path, param.replace(jax.block_until_ready(value))))
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
@@ -99,8 +93,8 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = np.asarray(param.get_value())
-        named = _tensors_of(path, value.shape, config)
-        for (name, shape), part in zip(named, _split(path, value), strict=True):
+        named = tensors_of(path, value.shape, config)
+        for (name, shape), part in zip(named, parts_of(path, value), strict=True):
             # safetensors writes the memory of an array, whatever its strides.
             tensors[name] = np.ascontiguousarray(part).reshape(shape)
     for kind, scales in (("k", config.k_scales), ("v", config.v_scales)):
@@ -118,22 +112,6 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     _write_json(folder / "config.json", config_json)
     generation = {"bos_token_id": None, "eos_token_id": config_json["eos_token_id"]}
     _write_json(folder / "generation_config.json", generation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """A stored tensor, read on demand."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self, *index: slice) -> np.ndarray:
-        """Return a part of the tensor."""
-        # Opened for each read: pages of a file that stays mapped would count as memory in use.
-        with safe_open(self.file, framework="numpy") as opened:
-            return opened.get_slice(self.name)[index] if index else opened.get_tensor(self.name)
 
 
 def _read_config(folder: Path) -> ModelConfig:
@@ -156,7 +134,7 @@ def _read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _open_tensors(folder: Path) -> dict[str, _Tensor]:
+def _open_tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     elif (folder / _INDEX).is_file():
@@ -180,13 +158,13 @@ def _open_tensors(folder: Path) -> dict[str, _Tensor]:
                 for name in opened.keys():  # noqa: SIM118
                     header = opened.get_slice(name)
                     shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                    tensors[name] = _Tensor(file=path, name=name, shape=shape, dtype=dtype)
+                    tensors[name] = Tensor(file=path, name=name, shape=shape, dtype=dtype)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from error
     return tensors
 
 
-def _with_kv_scales(config: ModelConfig, tensors: dict[str, _Tensor], folder: Path) -> ModelConfig:
+def _with_kv_scales(config: ModelConfig, tensors: dict[str, Tensor], folder: Path) -> ModelConfig:
     """Move the scales of the cache from the tensors to the configuration."""
     found: dict[str, list[float]] = {"k": [], "v": []}
     missing = []
@@ -210,7 +188,7 @@ def _with_kv_scales(config: ModelConfig, tensors: dict[str, _Tensor], folder: Pa
         raise CheckpointError(f"{folder}: scales of the KV cache: {error}") from error
 
 
-def _read_scale(tensor: _Tensor, folder: Path) -> float:
+def _read_scale(tensor: Tensor, folder: Path) -> float:
     if tensor.shape not in ((), (1,)) or tensor.dtype not in _DTYPES:
         raise CheckpointError(
             f"{folder}: tensor {tensor.name}: expected one number of {tuple(_DTYPES)},"
@@ -224,14 +202,16 @@ def _kv_scale_names(layer: int, kind: str) -> list[str]:
 
 
 def _check_tensors(
-    tensors: dict[str, _Tensor], params: Any, config: ModelConfig, folder: Path
+    tensors: dict[str, Tensor], params: Any, config: ModelConfig, folder: Path
 ) -> None:
     """Check that the tensors are exactly those of the model, in its shapes."""
     expected = {
         name: shape
         for path, param in params
-        for name, shape in _tensors_of(path, param.shape, config)
+        for name, shape in tensors_of(path, param.shape, config)
     }
+    # DeepSeek V3 has layers behind the others that predict further tokens; they do not run here.
+    further = f"model.layers.{config.num_layers}." if config.latent is not None else None
     for name, shape in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{folder}: missing tensor {name}, expected shape {shape}")
@@ -246,85 +226,12 @@ def _check_tensors(
     for name in tensors:
         tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
         buffer = name.endswith("rotary_emb.inv_freq")
-        if name not in expected and not tied_copy and not buffer:
+        ignored = tied_copy or buffer or (further is not None and name.startswith(further))
+        if name not in expected and not ignored:
             raise CheckpointError(
                 f"{folder}: unexpected tensor {name} of shape {tensors[name].shape}:"
                 " the architecture in config.json has no such parameter"
             )
-
-
-def _read_param(
-    path: tuple[Any, ...],
-    shape: tuple[int, ...],
-    parts: Sequence[_Tensor],
-    dtype: DTypeLike,
-    mesh: Mesh | None,
-) -> jax.Array:
-    """Read a parameter of this shape from the tensors that it is fused of."""
-    module = path[-2]
-
-    def read(index: Any) -> np.ndarray:  # a slice of each axis
-        if module == "qkv_proj":
-            return _read_heads(parts, index[0], shape, dtype)
-        if module == "gate_up_proj":
-            return _read_pairs(parts, index[0], shape, dtype)
-        return parts[0].read(*index).astype(dtype, copy=False)
-
-    if mesh is None:
-        return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
-    sharding = NamedSharding(mesh, param_spec(path, shape))
-    return jax.make_array_from_callback(shape, sharding, read)
-
-
-def _read_heads(
-    parts: Sequence[_Tensor], heads: slice, shape: tuple[int, ...], dtype: DTypeLike
-) -> np.ndarray:
-    """Read these KV heads of a fused q, k and v of this shape, with their query heads."""
-    start, stop, _ = heads.indices(shape[0])
-    value = np.empty((stop - start, *shape[1:]), dtype)
-    groups, head_dim = shape[1] - 2, shape[2]
-    q, k, v = parts
-    rows = slice(start * groups * head_dim, stop * groups * head_dim)
-    value[:, :groups] = q.read(rows).reshape(value[:, :groups].shape)
-    repeats = shape[0] * head_dim // k.shape[0]
-    stored = np.arange(start, stop) // repeats
-    rows = slice(int(stored[0]) * head_dim, int(stored[-1] + 1) * head_dim)
-    for column, part in ((groups, k), (groups + 1, v)):
-        value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
-    return value
-
-
-def _read_pairs(
-    parts: Sequence[_Tensor], pairs: slice, shape: tuple[int, ...], dtype: DTypeLike
-) -> np.ndarray:
-    """Read these pairs of a fused gate and up of this shape."""
-    start, stop, _ = pairs.indices(shape[0])
-    value = np.empty((stop - start, *shape[1:]), dtype)
-    for column, part in enumerate(parts):
-        value[:, column] = part.read(slice(start, stop))
-    return value
-
-
-def _split(path: tuple[Any, ...], value: np.ndarray) -> list[np.ndarray]:
-    """Return the parts of a parameter, each with as many elements as its stored tensor."""
-    if path[-2] == "qkv_proj":
-        return [value[:, :-2], value[:, -2], value[:, -1]]
-    return [value[:, 0], value[:, 1]] if path[-2] == "gate_up_proj" else [value]
-
-
-def _tensors_of(
-    path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the stored tensors that make a parameter."""
-    prefix = "" if path[0] == "lm_head" else "model."
-    *parents, module, leaf = path
-    parts = _FUSED.get(str(module), (str(module),))
-    for part in parts:
-        stored = (shape[0], *shape[2:]) if module == "gate_up_proj" else shape
-        if module == "qkv_proj":
-            heads = config.num_q_heads if part == "q_proj" else config.num_kv_heads
-            stored = heads * config.head_dim, *shape[3:]
-        yield prefix + ".".join(map(str, (*parents, part, leaf))), stored
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.decoder.deepseek_config import (
+    V2,
+    V3,
+    ExpertsConfig,
+    LatentConfig,
+    read_experts,
+    read_latent,
+)
 from models.decoder.rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -26,6 +34,8 @@ _DEFAULTS = {
     "MistralForCausalLM": (131072, 8, None, 2),
     "Qwen2ForCausalLM": (32768, 32, None, None),
     "Qwen3ForCausalLM": (32768, 32, 128, None),
+    V2: (2048, None, None, 2),
+    V3: (4096, None, None, 1),
 }
 ARCHITECTURES = tuple(_DEFAULTS)
 _SIZE_KEYS = {  # that a config.json must have, by our names
@@ -53,7 +63,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a Llama-family decoder of any supported architecture.
+    """Sizes and switches of a decoder of any supported architecture.
 
     Hashable and compared by value: it is a static part of the module.
 
@@ -62,6 +72,10 @@ class ModelConfig:
             all layers see all tokens.
         rope_scaling: of the rotary embeddings; None turns each position by its own angle.
         max_position_embeddings: most tokens of a sequence, with the scaling.
+        latent: of multi-head latent attention, whose queries, K and V have `num_q_heads` heads;
+            None: grouped-query attention.
+        experts: of the layers whose MLP is a mixture of experts, with latent attention only; None:
+            all are dense.
         k_scales, v_scales: calibrated scale of each layer's K and V in a float8_e4m3fn cache; empty
             if the checkpoint has none.
         eos_token_ids: tokens that end a sequence.
@@ -83,6 +97,8 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
     k_scales: tuple[float, ...] = ()
     v_scales: tuple[float, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -95,7 +111,11 @@ class ModelConfig:
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
         if num_q_heads % num_kv_heads:
             raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
-        if head_dim % 2:
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif self.experts is not None:
+            raise ValueError("experts must be None without latent attention")
+        elif head_dim % 2:
             raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs")
         self._check_rope()
         num_layers, num_windows = self.num_layers, len(self.sliding_windows)
@@ -113,8 +133,24 @@ class ModelConfig:
         for token in self.eos_token_ids:
             check_integer("eos_token_id", token, 0)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
+        if num_kv_heads != num_q_heads or head_dim != latent.head_dim:
+            raise ValueError(
+                f"{num_kv_heads=} must be {num_q_heads=}, and {head_dim=} must be "
+                f"{latent.head_dim}, with {latent}"
+            )
+        for name in ("qkv_bias", "o_bias", "qk_norm", "sliding_windows", "v_scales"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value} is not supported with latent attention")
+
     def _check_rope(self) -> None:
-        scaling, rope_theta, head_dim = self.rope_scaling, self.rope_theta, self.head_dim
+        scaling, rope_theta, head_dim = self.rope_scaling, self.rope_theta, self.rotary_dim
         if isinstance(scaling, YarnRopeScaling) and rope_theta <= 1:
             raise ValueError(f"{rope_theta=} must be above 1 for YaRN")
         if isinstance(scaling, DynamicRopeScaling) and head_dim == 2:
@@ -150,6 +186,13 @@ class ModelConfig:
         hidden_size, num_q_heads = sizes["hidden_size"], sizes["num_q_heads"]
         keys = dict(zip(_KEYS, _DEFAULTS[architecture], strict=True)) | dict(config)
         head_dim, max_positions = keys["head_dim"], keys["max_position_embeddings"]
+        check_integer("max_position_embeddings", max_positions, 1)
+        rope_theta, rope_scaling = read_rope(config, max_positions)
+        latent = experts = None
+        if architecture in (V2, V3):
+            latent = read_latent(config, architecture, rope_scaling)
+            experts = read_experts(config, architecture)
+            head_dim, keys["num_key_value_heads"] = latent.head_dim, num_q_heads
         if head_dim is None:
             if hidden_size % num_q_heads:
                 raise ValueError(
@@ -157,8 +200,6 @@ class ModelConfig:
                     " head_dim must be given"
                 )
             head_dim = hidden_size // num_q_heads
-        check_integer("max_position_embeddings", max_positions, 1)
-        rope_theta, rope_scaling = read_rope(config, max_positions)
         if isinstance(rope_scaling, YarnRopeScaling):
             # Files have the length with the scaling or, where a reader added it, without.
             original = rope_scaling.original_max_position_embeddings
@@ -176,7 +217,13 @@ class ModelConfig:
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias,
             qk_norm=qwen3,
-            sliding_windows=_read_sliding_windows(config, architecture, sizes["num_layers"]),
+            sliding_windows=(
+                _read_sliding_windows(config, architecture, sizes["num_layers"])
+                if latent is None
+                else ()
+            ),
+            latent=latent,
+            experts=experts,
             eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
         )
 
@@ -202,6 +249,8 @@ class ModelConfig:
         Raises:
             ValueError: for a decoder that the Llama architecture cannot express.
         """
+        if self.latent is not None:
+            raise ValueError("latent attention cannot be saved as LlamaForCausalLM, which has none")
         qkv_bias, o_bias, qk_norm = self.qkv_bias, self.o_bias, self.qk_norm
         if qk_norm or qkv_bias != o_bias:
             raise ValueError(

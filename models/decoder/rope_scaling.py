@@ -183,7 +183,7 @@ def _yarn_numbers(rope: Mapping[str, Any]) -> dict[str, Any]:
         mscales = rope.get("mscale"), rope.get("mscale_all_dim")
         if not all(mscales):
             mscales = 1.0, 0.0
-        over, under = (_yarn_mscale(rope["factor"], mscale) for mscale in mscales)
+        over, under = (yarn_mscale(rope["factor"], mscale) for mscale in mscales)
         attention_factor = over / under
     return {
         "attention_factor": attention_factor,
@@ -233,7 +233,12 @@ def _one_dict(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return rope
 
 
-def _yarn_mscale(factor: float, mscale: Any) -> float:
+def yarn_mscale(factor: float, mscale: Any) -> float:
+    """Return what YaRN multiplies by for this factor of the context, weighted with `mscale`.
+
+    Raises:
+        ValueError: `mscale` is no number.
+    """
     if not isinstance(mscale, int | float):
         raise ValueError(f"{mscale=} must be a number")
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

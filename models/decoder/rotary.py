@@ -44,8 +44,8 @@ def rotation(positions: jax.Array, config: ModelConfig, *, whole_rows: bool = Fa
         original = scaling.original_max_position_embeddings
         lengths = positions.max(axis=-1, keepdims=True)[..., None, None] + 1  # [..., 1, 1, 1]
         if isinstance(scaling, DynamicRopeScaling):
-            base = _dynamic_base(config.rope_theta, scaling, config.head_dim, lengths)
-            longer = 1.0 / base ** _exponents(config.head_dim)
+            base = _dynamic_base(config.rope_theta, scaling, config.rotary_dim, lengths)
+            longer = 1.0 / base ** _exponents(config.rotary_dim)
         else:
             longer = inverse_frequencies(config, original + 1)
         inverse = jnp.where(lengths > original, longer, inverse_frequencies(config, original))
@@ -56,7 +56,7 @@ def rotation(positions: jax.Array, config: ModelConfig, *, whole_rows: bool = Fa
 
 def inverse_frequencies(config: ModelConfig, length: int) -> np.ndarray:
     """Return the angles per position, `f32[D / 2]`, in a sequence of this length."""
-    scaling, theta, head_dim = config.rope_scaling, config.rope_theta, config.head_dim
+    scaling, theta, head_dim = config.rope_scaling, config.rope_theta, config.rotary_dim
     if isinstance(scaling, DynamicRopeScaling):
         original = scaling.original_max_position_embeddings
         theta = _dynamic_base(theta, scaling, head_dim, max(length, original))

@@ -14,7 +14,8 @@ from models.decoder.decoder import Decoder
 from pallas_paged.pages.sharding import TENSOR_AXIS, kv_head_repeats
 
 # As in Megatron: the products before attention and SwiGLU are sharded by outputs, the others by
-# inputs, so that devices add up their parts once after each. A bias that has no such axis
+# inputs, so that devices add up their parts once after each; routed experts, whose weights are two
+# such products, by experts. A bias that has no such axis
 # is added after the sum, and replicated, as are the norms.
 _SHARDED_AXES = {
     "embed_tokens": 0,
@@ -23,6 +24,10 @@ _SHARDED_AXES = {
     "o_proj": 1,
     "gate_up_proj": 0,
     "down_proj": 1,
+    "q_proj": 0,  # of latent attention: heads; what makes and norms latents is replicated
+    "q_b_proj": 0,
+    "k_up_proj": 0,
+    "v_up_proj": 0,
 }
 
 
@@ -54,7 +59,7 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
     """Return the sizes of the same model with at least as many KV heads as devices.
 
     Raises:
-        ValueError: the devices can't share the heads or the MLP evenly.
+        ValueError: the devices can't share the heads, the MLP or the experts evenly.
     """
     repeats = kv_head_repeats(
         num_q_heads=config.num_q_heads,
@@ -64,6 +69,13 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
     intermediate_size = config.intermediate_size
     if intermediate_size % num_devices:
         raise ValueError(f"{intermediate_size=} must be a multiple of {num_devices=}")
+    if config.experts is not None:
+        n_routed_experts, shared_size = config.experts.n_routed_experts, config.experts.shared_size
+        if n_routed_experts % num_devices or shared_size % num_devices:
+            raise ValueError(
+                f"{n_routed_experts=} and the {shared_size} features of shared experts must be "
+                f"multiples of {num_devices=}"
+            )
     return replace(config, num_kv_heads=config.num_kv_heads * repeats)
 
 

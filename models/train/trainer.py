@@ -24,7 +24,7 @@ from jax import lax
 from tqdm import tqdm
 
 from models.decoder import dense_attend, load_checkpoint, save_checkpoint
-from models.decoder.decoder import Dropout, identity
+from models.decoder.modules import Dropout, identity
 from models.text import save_byte_tokenizer
 from models.train.state import (
     TrainConfig,

@@ -26,7 +26,7 @@ from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.triton.family import TRITON
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layer import LayerKV
-from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
+from pallas_paged.pages.layout import AXIS_NAMES, KVLayout
 from pallas_paged.pages.pool import write_kv
 
 __all__ = ["rotate", "rotate_and_write_kv", "split_qkv"]
@@ -80,7 +80,7 @@ def split_qkv(
     Raises:
         ValueError: `qkv` is not floating or has another shape.
     """
-    qkv = _checked_floats("qkv", qkv)
+    qkv = checked_floats("qkv", qkv)
     if qkv.ndim < 3 or qkv.shape[-2] < 3:
         raise ValueError(
             "qkv must be [..., num_kv_heads, G + 2, head_dim], with G of 1 or more, got "
@@ -140,7 +140,7 @@ def rotate_and_write_kv(
     eps = static_number("eps", eps)
     if eps < 0:
         raise ValueError(f"{eps=} must be at least 0")
-    chosen = _choose(layer, implementation, interpret)
+    chosen = chosen_write(layer, implementation, interpret)
     if chosen == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
         return q, write_kv(layer, k, v, arrays.slots)
@@ -152,7 +152,7 @@ def rotate_and_write_kv(
         eps=eps,
         interpret=interpret,
     )
-    q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
+    q, *pool = write_kernel(local)(*(getattr(arrays, name) for name in names))
     written: dict[str, Any] = dict(zip(arrays.written, pool, strict=True))
     written["k_pages"] = arrays.layout.with_given_axes(written["k_pages"])
     return q.reshape(q.shape[0], -1, q.shape[-1]), dataclasses.replace(layer, **written)
@@ -185,6 +185,24 @@ class _LocalWrite:
         with default_promotion(), jax.enable_x64(False):
             return rotate_and_write(self.arrays(arrays), eps=self.eps, interpret=self.interpret)
 
+    def steps(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the results of the kernel, by separate steps."""
+        return _steps(self.arrays(arrays), self.eps)
+
+    def rule(self, given: tuple[jax.Array, ...]) -> ShardingRule:
+        axes, arrays = _AXES | {"k_scales": (), "v_scales": ()}, self.arrays(given)
+        of_pages, of_scales = arrays.layout.axes, arrays.layout.scale_axes
+        for name in arrays.written:
+            letters = of_pages if name.endswith("pages") else of_scales
+            axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
+        q = ("num_tokens", "num_kv_heads", "group", "head_dim")
+        return ShardingRule(
+            names=self.names,
+            inputs=tuple(axes[name] for name in self.names),
+            outputs=(q, *(axes[name] for name in arrays.written)),
+            shardable_axes=("num_kv_heads",),
+        )
+
 
 def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     rotation = None
@@ -213,40 +231,30 @@ def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _kernel(local: _LocalWrite) -> Any:
-    """Return the kernel on each device, with the gradient of `_steps`."""
-
-    def rule(arrays: WriteArrays) -> ShardingRule:
-        axes = _AXES | {"k_scales": (), "v_scales": ()}
-        of_pages, of_scales = LAYOUTS[local.kv_layout].axes, LAYOUTS[local.kv_layout].scale_axes
-        for name in arrays.written:
-            letters = of_pages if name.endswith("pages") else of_scales
-            axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
-        q = ("num_tokens", "num_kv_heads", "group", "head_dim")
-        return ShardingRule(
-            names=local.names,
-            inputs=tuple(axes[name] for name in local.names),
-            outputs=(q, *(axes[name] for name in arrays.written)),
-            shardable_axes=("num_kv_heads",),
-        )
+def write_kernel(local: Any) -> Any:
+    """Return `local` on each device, by its `rule`, with the gradient of its `steps`."""
 
     @jax.custom_vjp
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        platform = Device.here().platform
-        run = on_each_device(local, rule(local.arrays(arrays)), platform=platform)
+        run = on_each_device(local, local.rule(arrays), platform=Device.here().platform)
         return tuple(run(*arrays))
 
     def forward(*arrays: jax.Array) -> tuple[Any, ...]:
         return run(*arrays), arrays
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: Any) -> Any:
-        return jax.vjp(lambda *x: _steps(local.arrays(x), local.eps), *arrays)[1](cotangents)
+        return jax.vjp(local.steps, *arrays)[1](cotangents)
 
     run.defvjp(forward, backward)
     return run
 
 
-def _choose(layer: LayerKV, implementation: Any, interpret: bool) -> WriteImplementation:
+def chosen_write(layer: LayerKV, implementation: Any, interpret: bool) -> WriteImplementation:
+    """Return the implementation that writes to the pages of a layer.
+
+    Raises:
+        ValueError, NotImplementedError: as `rotate_and_write_kv`.
+    """
     names = get_args(WriteImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
@@ -280,7 +288,7 @@ def checked_write(
     Raises:
         ValueError: as there.
     """
-    qkv = _checked_floats("qkv", qkv)
+    qkv = checked_floats("qkv", qkv)
     if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(
             f"qkv must be [T, num_kv_heads, G + 2, head_dim], with G of 1 or more, got {qkv.shape}"
@@ -302,10 +310,10 @@ def checked_write(
         k_scales=layer.k_scales,
         v_scales=layer.v_scales,
         kv_layout=layer.kv_layout,
-        **_checked_rotation(rotation, num_tokens, head_dim),
+        **checked_rotation(rotation, num_tokens, head_dim),
     )
     norms: dict[str, Any] = {
-        name: _checked_floats(name, norm)
+        name: checked_floats(name, norm)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
         if norm is not None
     }
@@ -315,14 +323,14 @@ def checked_write(
     return dataclasses.replace(arrays, **norms)
 
 
-def _checked_floats(name: str, value: Any) -> jax.Array:
+def checked_floats(name: str, value: Any) -> jax.Array:
     x = as_array(name, value)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating, got {x.dtype}")
     return jnp.asarray(x)
 
 
-def _checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
+def checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
     """Return cos and sin as f32`[T, R / 2]`, or nothing."""
     if rotation is None:
         return {}

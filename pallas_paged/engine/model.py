@@ -20,18 +20,21 @@ class KVCacheSpec:
         num_layers: layers with K and V.
         num_kv_heads: K/V heads of a layer.
         head_dim: elements of a head.
+        v_head_dim: of multi-head latent attention: elements of a latent, which are V of all heads,
+            and the first of `head_dim`. `num_kv_heads` is 1 then. None: V are apart.
         dtype: of K and V as the model computes them.
         sliding_windows: for each layer, how many tokens a query sees, itself included; None for a
             layer without a window, or for all layers. Where every layer has a window, the engine
             frees the pages left of the largest.
         k_scales, v_scales: for each layer, the scale of a checkpoint that was calibrated for fp8,
-            or None.
+            or None. Latents have k_scales alone.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: DTypeLike
+    v_head_dim: int | None = None
     sliding_windows: tuple[int | None, ...] | None = None
     k_scales: tuple[float, ...] | None = None
     v_scales: tuple[float, ...] | None = None
@@ -45,11 +48,14 @@ class KVCacheSpec:
     def on_devices(self, num_devices: int) -> KVCacheSpec:
         """Return the spec of a pool that is sharded over devices: each has as many heads.
 
-        Where there are fewer heads than devices, the pool holds each head several times.
+        Where there are fewer heads than devices, the pool holds each head several times. A pool of
+        latents is not sharded: every device holds all of it.
 
         Raises:
             ValueError: neither the heads nor the devices are a multiple of the other.
         """
+        if self.v_head_dim is not None:
+            return self
         if self.num_kv_heads % num_devices and num_devices % self.num_kv_heads:
             raise ValueError(
                 f"tensor_parallel_size={num_devices} must divide the model's "
@@ -118,6 +124,39 @@ class Attend(Protocol):
 
         Returns:
             The output `[T, Hkv * G, D]`, and the layer with the new K and V.
+        """
+
+    def latent(
+        self,
+        q_nope: jax.Array,
+        q_pe: jax.Array,
+        latents: jax.Array,
+        cache: LayerKV,
+        *,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        norm: jax.Array | None = None,
+        eps: float = 1e-6,
+        sm_scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Write new latents to their pages, then attend with absorbed queries.
+
+        Of a layer of a model whose `KVCacheSpec` has a `v_head_dim`.
+
+        Args:
+            q_nope: `[T, Hq, v_head_dim]`, as in `mla_attention`.
+            q_pe: `[T, Hq, head_dim - v_head_dim]`, without rotation if there is one here.
+            latents: `[T, head_dim]`, as in `rotate_and_write_latents`.
+            cache: pages of this layer.
+            rotation: of `q_pe` and of the keys of the latents, as there.
+            norm, eps: as there.
+            sm_scale, sliding_window, soft_cap, alibi_slopes, sinks: as in `mla_attention`.
+
+        Returns:
+            The output `[T, Hq, v_head_dim]`, and the layer with the new latents.
         """
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ BOUNDS = {
     r" paged_decode_merge$": (100, 0),
     r" ragged_plan$": (64, 0),
     r" sampling_": (128, 0),
-    r" rotate_and_write_kv$": (80, 0),
+    r" rotate_and_write_\w+$": (80, 0),
     r"": (255, 0),
 }
 

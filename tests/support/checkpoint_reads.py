@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 
-from models.decoder import checkpoint
+from models.decoder import stored_tensors
 
 
 class _Part:
@@ -42,12 +42,12 @@ class _File:
 def recorded_reads() -> Iterator[dict[str, list[float]]]:
     """The shares of each tensor that are read, in order."""
     shares: dict[str, list[float]] = {}
-    open_file = checkpoint.safe_open
+    open_file = stored_tensors.safe_open
 
     @contextmanager
     def opened(*args: Any, **options: Any) -> Iterator[_File]:
         with open_file(*args, **options) as file:
             yield _File(file, shares)
 
-    with mock.patch.object(checkpoint, "safe_open", opened):
+    with mock.patch.object(stored_tensors, "safe_open", opened):
         yield shares

@@ -22,6 +22,7 @@ from pallas_paged.decoder.between_attentions import (
     Residual,
     between_attentions,
 )
+from pallas_paged.decoder.latent_write import rotate_and_write_latents
 from pallas_paged.decoder.rotary_write import WriteImplementation, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.sampling.sampler import SamplingImplementation, sample
@@ -112,6 +113,8 @@ def kernel_calls() -> list[KernelCall]:
     for kv_dtype in KV_DTYPES:
         make = partial(_write_arrays, kv_dtype)
         add(WriteImplementation, f"rotary write {kv_dtype}", _rotate_and_write, make)
+        make = partial(_latent_arrays, kv_dtype)
+        add(WriteImplementation, f"latent write {kv_dtype}", _write_latents, make)
     add(SamplingImplementation, "sampling", _sample, _sampling_arrays, tolerance=0)
     for rows, name in {1: "between attentions", 12: "between attentions, 12 rows"}.items():
         make = partial(_block_arrays, rows)
@@ -187,6 +190,23 @@ def _write_arrays(kv_dtype: str) -> tuple[Any, ...]:
     layer = pp.LayerKV(pages, pages, scales, scales, kv_layout="HPND")
     norm = rng.standard_normal(head_dim).astype(jnp.bfloat16)
     return layer, qkv, slots, (np.cos(angles), np.sin(angles)), norm
+
+
+def _write_latents(
+    layer: Any, latents: Any, slots: Any, rotation: Any, norm: Any, **how: Any
+) -> Any:
+    return rotate_and_write_latents(layer, latents, slots, rotation=rotation, norm=norm, **how)
+
+
+def _latent_arrays(kv_dtype: str) -> tuple[Any, ...]:
+    _, _, slots, *_ = _write_arrays(kv_dtype)
+    rng = np.random.default_rng(3)
+    latents = rng.standard_normal((len(slots), 576)).astype(jnp.bfloat16)
+    angles = rng.standard_normal((len(slots), 32)).astype(np.float32)
+    scales = None if kv_dtype == "bfloat16" else jnp.zeros((9, 16, 1))
+    layer = pp.LayerKV(jnp.zeros((9, 16, 1, 576), kv_dtype), k_scales=scales, v_head_dim=512)
+    norm = rng.standard_normal(512).astype(jnp.bfloat16)
+    return layer, latents, slots, (np.cos(angles), np.sin(angles)), norm
 
 
 def _sample(logits: Any, rows: Any, lens: Any, **how: Any) -> jax.Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def _rotate_and_write_kernel(
 
     # Columns in parts: the two halves that are rotated, and those that are not.
     rotary = 2 * rotation_refs[0].shape[1] if rotation_refs else 0
-    parts = _parts(head_dim, rotary)
+    parts = parts_of_columns(_widths(head_dim, rotary))
     masks = [is_token[:, None] & is_part[None, :] for _, is_part in parts]
 
     def load(kind, is_there=True):
@@ -69,11 +70,7 @@ def _rotate_and_write_kernel(
             for (columns, _), mask in zip(parts, masks, strict=True)
         ]
 
-    def rounded(x):
-        if interpret:  # XLA would leave out a conversion there and back
-            info = jnp.finfo(dtype)
-            x = lax.reduce_precision(x, info.nexp, info.nmant)
-        return x.astype(dtype)
+    rounded = functools.partial(rounds, dtype=dtype, interpret=interpret)
 
     def normed(x, ref):
         if ref is None:
@@ -127,12 +124,12 @@ def _rotate_and_write_kernel(
         to = jnp.where(is_written, slot, num_slots)
         k = rotated(normed(load(group), norm_refs[1]), angles())
         element = pages_refs[0].dtype
-        round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
+        round_half_to_even = rounding(interpret)
         of_pages, of_scales = axes
         for kv, x in ((K, k), (V, load(group + 1))):
             if scale_refs:
                 if token_scale_refs:
-                    scale = _scale(x, element)
+                    scale = row_scale(x, element)
                     at = row_index(of_scales, to, page_size, H=kv_head)
                     plgpu.store(token_scale_refs[kv].at[at], scale, mask=is_written)
                 else:
@@ -185,11 +182,19 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     return q, *(x.reshape(old.shape) for x, old in zip(new, pool.values(), strict=True))
 
 
-def _scale(x: list[jax.Array], element: Any) -> jax.Array:
+def rounds(x: jax.Array, *, dtype: Any, interpret: bool) -> jax.Array:
+    """Return x f32 in a dtype."""
+    if interpret:  # XLA would leave out a conversion there and back
+        info = jnp.finfo(dtype)
+        x = lax.reduce_precision(x, info.nexp, info.nmant)
+    return x.astype(dtype)
+
+
+def row_scale(x: list[jax.Array], element: Any) -> jax.Array:
     """Return the scale of each row of `x`, a list of column parts."""
     # As integers: Triton finds the largest float, even beside a NaN.
     bits = (lax.bitcast_convert_type(jnp.abs(one.astype(jnp.float32)), jnp.int32) for one in x)
-    largest = functools.reduce(jnp.maximum, (jnp.max(one, axis=1) for one in bits))
+    largest = functools.reduce(jnp.maximum, (jnp.max(one, axis=-1) for one in bits))
     return scales_of(lax.bitcast_convert_type(largest, jnp.float32), element)
 
 
@@ -199,10 +204,10 @@ def _widths(head_dim: int, rotary: int) -> list[int]:
     return [width for width in widths if width]
 
 
-def _parts(head_dim: int, rotary: int) -> list[tuple[jax.Array, jax.Array]]:
+def parts_of_columns(widths: Iterable[int]) -> list[tuple[jax.Array, jax.Array]]:
     """Return the columns of each part, padded to a power of two, and the mask of real ones."""
     parts, start = [], 0
-    for width in _widths(head_dim, rotary):
+    for width in widths:
         lane = jnp.arange(pl.next_power_of_2(width))
         parts.append((start + lane, lane < width))
         start += width
@@ -216,6 +221,11 @@ def _block_tokens(head_dim: int, rotary: int) -> int:
     or 32 with 8 tokens. With fewer bytes the sum of a norm would be added up in another order.
     """
     return 4 if min(_widths(head_dim, rotary)) > 32 else 8
+
+
+def rounding(interpret: bool) -> Callable[[jax.Array], jax.Array]:
+    """Return the function that rounds f32 to nearest, ties to even: Pallas lowers none."""
+    return jnp.round if interpret else _round
 
 
 def _round(x: jax.Array) -> jax.Array:

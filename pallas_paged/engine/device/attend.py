@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
+from pallas_paged.attention.mla import mla_attention
+from pallas_paged.decoder.latent_write import rotate_and_write_latents
 from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
-from pallas_paged.decoder.rotary_write import Rotation, rotate_and_write_kv
+from pallas_paged.decoder.rotary_write import Rotation, rotate, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.device.state import ChunkBatch
 from pallas_paged.engine.model import Model
@@ -98,7 +100,7 @@ class PagedAttend:
         repeats = self._repeats(cache, k.shape[1])
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
-        return self._attend(q, write_kv(cache, k, v, self._slot_mapping), **options)
+        return self._attend((q,), write_kv(cache, k, v, self._slot_mapping), **options)
 
     def fused(
         self,
@@ -137,7 +139,26 @@ class PagedAttend:
             attention = unmerged_attention(q, cache, **how, **options)
             if attention is not None:
                 return attention, cache
-        return self._attend(q, cache, **options)
+        return self._attend((q,), cache, **options)
+
+    def latent(
+        self,
+        q_nope: jax.Array,
+        q_pe: jax.Array,
+        latents: jax.Array,
+        cache: LayerKV,
+        *,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        norm: jax.Array | None = None,
+        eps: float = 1e-6,
+        **options: Any,
+    ) -> tuple[jax.Array, LayerKV]:
+        self._check_once(cache)
+        if rotation is not None:
+            q_pe = rotate(q_pe, *rotation)
+        how = dict(rotation=rotation, norm=norm, eps=eps) | self._kernels.writes
+        cache = rotate_and_write_latents(cache, latents, self._slot_mapping, **how)
+        return self._attend((q_nope, q_pe), cache, **options)
 
     @property
     def _has_states(self) -> bool:
@@ -157,17 +178,25 @@ class PagedAttend:
         repeats = cache.num_kv_heads // self._num_kv_heads
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
-    def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
+    def _attend(
+        self, queries: tuple[jax.Array, ...], cache: LayerKV, **options: Any
+    ) -> tuple[jax.Array, LayerKV]:
+        """Attend with q, or with `q_nope` and `q_pe` to latents."""
         self._seen.append(cache.k_pages)
         options |= self._kernels.attention
-        num_tokens, num_decodes = q.shape[0], self._decoding["seq_lens"].size
-        out = paged_attention(q[num_tokens - num_decodes :], cache, **self._decoding, **options)
+        of_rows: Any = paged_attention
+        of_chunks: Any = ragged_paged_attention
+        if cache.is_latent:
+            of_rows = of_chunks = mla_attention
+        num_tokens, num_decodes = len(queries[0]), self._decoding["seq_lens"].size
+        last = (q[num_tokens - num_decodes :] for q in queries)
+        out = of_rows(*last, cache, **self._decoding, **options)
         if self._prompts is not None:
             # To the chunks the other queries are padding. To cut those off, and to join the
             # outputs, would copy all of the chunks' tokens.
             expected = max(1, num_tokens // _EXPECTED_CHUNK)
             how = self._prompts | dict(expected_seqs=expected)
-            of_all = ragged_paged_attention(q, cache, **how, **options)
+            of_all = of_chunks(*queries, cache, **how, **options)
             out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
         return out, cache
 

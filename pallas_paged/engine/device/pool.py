@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.model import KVCacheSpec
 from pallas_paged.pages.pool import KVPool, create_kv_pool
+from pallas_paged.pages.sharding import page_table_sharding
 
 KV_CACHE_DTYPES = {
     "int8": "int8",
@@ -57,7 +58,15 @@ def create_pool(
     dtype: DTypeLike,
     sharding: NamedSharding | None = None,
 ) -> KVPool:
-    """Return a pool of zeros; an fp8 pool takes the scales of a calibrated checkpoint, if any."""
+    """Return a pool of zeros; an fp8 pool takes the scales of a calibrated checkpoint, if any.
+
+    Args:
+        spec, num_pages, page_size, dtype: sizes, as in `create_kv_pool`.
+        sharding: of the KV heads over a mesh, or None. Latents, which all heads share, are
+            replicated there.
+    """
+    if sharding is not None and spec.v_head_dim is not None:
+        sharding = page_table_sharding(sharding.mesh)
     # They were calibrated for the range of float8; in int8, tokens have scales of their own.
     calibrated = jnp.dtype(dtype) == jnp.float8_e4m3fn and spec.k_scales is not None
     return create_kv_pool(
@@ -66,6 +75,7 @@ def create_pool(
         num_kv_heads=spec.num_kv_heads,
         page_size=page_size,
         head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
         dtype=dtype,
         k_scales=spec.k_scales if calibrated else None,
         v_scales=spec.v_scales if calibrated else None,
@@ -97,9 +107,8 @@ def pages_that_fit(
 
     Where a device does not report its memory, as CPUs do not, its part of the pool may take 1 GiB.
     """
-    num_devices = placements[0].num_devices
-    on_each = spec.on_devices(num_devices)
-    on_each = replace(on_each, num_kv_heads=on_each.num_kv_heads // num_devices)
+    num_heads = max(1, spec.num_kv_heads // placements[0].num_devices)
+    on_each = replace(spec, num_kv_heads=num_heads)
     rooms = [_HOST_POOL_BYTES]
     memories = [device.memory_stats() for one in placements for device in one.local_devices]
     if reported := [memory for memory in memories if memory is not None]:

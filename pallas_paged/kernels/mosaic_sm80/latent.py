@@ -30,10 +30,10 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
+from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
-from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
     LatentOutputs,

@@ -1,4 +1,4 @@
-"""The family of Mosaic kernels for Hopper: those for Ampere, but for ragged queries."""
+"""The family of Mosaic kernels for Hopper: those for Ampere, but for ragged queries and latents."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ class _MosaicSm90(MosaicSm80):
 
     name = "mosaic_sm90"
     configs: ClassVar[dict[Kernel, type]] = MosaicSm80.configs | {"ragged": MosaicSm90RaggedConfig}
-    reads_latents = True
 
     def why_not_device(self, device: Device) -> str | None:
         return support.why_not_device(device)
 
     def why_not_call(self, call: Call) -> str | None:
-        if call.rope_dim:
-            return support.why_not_latents(call)
-        return super().why_not_call(call) if call.kernel == "decode" else support.why_not_call(call)
+        is_of_ampere = call.kernel == "decode" or call.rope_dim
+        return super().why_not_call(call) if is_of_ampere else support.why_not_call(call)
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:
         return support.why_no_gradient(arrays)
 
     def bind(self, call: Call) -> Callable[..., Any]:
-        if call.rope_dim:
+        if call.rope_dim and support.why_not_latents(call) is None:
             from pallas_paged.kernels.mosaic_sm90 import latent
 
             return functools.partial(
@@ -42,7 +40,7 @@ class _MosaicSm90(MosaicSm80):
                 with_lse=call.with_lse,
                 interpret=call.interpret,
             )
-        if call.kernel == "decode":
+        if call.kernel == "decode" or call.rope_dim:
             return super().bind(call)
         from pallas_paged.kernels.mosaic_sm90 import ragged
 

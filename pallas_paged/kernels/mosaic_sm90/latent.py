@@ -23,18 +23,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
-from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic_sm90.latent_program import (
+from pallas_paged.kernels.mosaic_sm90.latent_program import HEADS_MULTIPLE, Program
+from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
-    HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
     LatentInputs,
     LatentOutputs,
     LatentScratch,
-    Program,
 )
 from pallas_paged.kernels.mosaic_sm90.ring import Pool
 from pallas_paged.kernels.ragged_plan import PlanShape

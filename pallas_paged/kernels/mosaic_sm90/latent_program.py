@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,131 +24,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_block
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
-from pallas_paged.kernels.mosaic_sm80.ragged_products import padded, scale_changed_rows
+from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, store_rows
-from pallas_paged.kernels.mosaic_sm90.ring import Pool, page_to_read
+from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
+    BLOCK_K,
+    NUM_CONSUMERS,
+    NUM_STAGES,
+    ROWS,
+    LatentInputs,
+    LatentOutputs,
+    LatentScratch,
+)
+from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
 from pallas_paged.pages.layout import K
 
-ROWS = 64  # of a tile: one wgmma
-BLOCK_K = 32
 HEADS_MULTIPLE = 8  # rows that a swizzle pattern spans, at whose multiples tokens begin
-NUM_CONSUMERS = 2
-_NUM_STAGES = 4
-_SWIZZLE = 64  # bytes: the probabilities of a block are one tile wide
 _REGISTERS = dict(consumer=240, producer=24)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
-
-
-@pytree
-class LatentInputs:
-    """Operands of the kernel, or refs to them.
-
-    Attributes:
-        q_nope, q_pe: `[T * Hq, D]` and `[T * Hq, R]`, with at least 64 rows.
-        pool: pages of latents `[.., D + R]`.
-        block_tables: i32`[B, N]`.
-        items: i32`[num_items, 16]`, packed descriptors of the work items.
-        alibi_slopes, sinks: f32`[1, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * Hq + 64]` from `repeat_tokens`; None where queries are the newest tokens
-            of their sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * Hq + 64]`, the bits of each row's tree mask, or None.
-    """
-
-    q_nope: Any
-    q_pe: Any
-    pool: Pool
-    block_tables: Any
-    items: Any
-    alibi_slopes: Any
-    sinks: Any
-    positions: Any
-    tree_words: Any
-
-
-@pytree
-class LatentOutputs:
-    """Results of the kernel: arrays, refs or types."""
-
-    out: Any  # [T * Hq, D]
-    partials: ops.Partials  # [1, partials, 64, ..]
-    lse: Any  # f32[T * Hq], or None where it is not wanted
-
-
-@pytree
-class LatentScratch:
-    """Refs in shared memory of a program, or their types.
-
-    Attributes:
-        q: `[64, D]` and `[64, R]`, the queries, a union with `results`.
-        results: of each consumer, `[64, D / 2 + pad]`.
-        rows: i32`[2, 64]`, of each consumer the index of each row in `[T * Hq]`.
-        k: `[stages, 32, D + R]`, blocks of latents.
-        p: of each consumer, `[64, 32]`, the probabilities of its last block.
-        of_rows: f32`[2, 2, 64]`, `maxima` and `factors`.
-        q_full: barrier, complete when the queries are there.
-        k_full: barriers `[stages]`, complete when a block is there.
-        k_free: barriers `[stages]`, complete when both consumers have used a block.
-        p_full: barriers `[2]`, complete when the last block of a consumer is in `p`.
-        meeting: barrier of both consumers.
-    """
-
-    q: Any
-    results: Any
-    rows: Any
-    k: Any
-    p: Any
-    of_rows: Any
-    q_full: Any
-    k_full: Any
-    k_free: Any
-    p_full: Any
-    meeting: Any
-
-    @property
-    def maxima(self) -> Any:
-        """The maxima f32`[2, 64]` of the rows after each consumer's last block."""
-        return self.of_rows.at[0]
-
-    @property
-    def factors(self) -> Any:
-        """The factors f32`[2, 64]` by which each consumer's last block changes older sums."""
-        return self.of_rows.at[1]
-
-    @classmethod
-    def types(
-        cls, *, head_dim: int, rope_dim: int, page_size: int, dtype: Any, interpret: bool
-    ) -> Self:
-        """Return the types of the refs."""
-        tile = plgpu.TilingTransform((8, _SWIZZLE // jnp.dtype(dtype).itemsize))
-        swizzled = functools.partial(
-            plgpu.SMEM, dtype=dtype, transforms=(tile, plgpu.SwizzleTransform(_SWIZZLE))
-        )
-        q: Any = [swizzled((ROWS, head_dim)), swizzled((ROWS, rope_dim))]
-        width = padded(head_dim // NUM_CONSUMERS, dtype)
-        results: Any = [plgpu.SMEM((ROWS, width), dtype) for _ in range(NUM_CONSUMERS)]
-        if not interpret:  # to the interpreter's search for races a union is one buffer
-            q, results = plgpu.RefUnion(q, results), None
-        return cls(
-            q=q,
-            results=results,
-            rows=plgpu.SMEM((NUM_CONSUMERS, ROWS), jnp.int32),
-            k=swizzled((_NUM_STAGES, BLOCK_K, head_dim + rope_dim)),
-            p=[swizzled((ROWS, BLOCK_K)) for _ in range(NUM_CONSUMERS)],
-            of_rows=plgpu.SMEM((2, NUM_CONSUMERS, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=2),
-            k_full=plgpu.Barrier(
-                num_arrivals=max(BLOCK_K // page_size, 1), num_barriers=_NUM_STAGES
-            ),
-            k_free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=_NUM_STAGES),
-            p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-            meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +94,7 @@ class Program:
 
     def stage_of(self, work: WorkDescriptor, block: jax.Array) -> jax.Array:
         """Return the stage of a block."""
-        return lax.rem(block - work.lo, _NUM_STAGES)
+        return lax.rem(block - work.lo, NUM_STAGES)
 
     def produce(self, work: WorkDescriptor, rows: RaggedRows) -> None:
         """Send the queries and the blocks of a work item."""
@@ -227,7 +124,7 @@ class Program:
             next_pages = pages_of(jnp.minimum(block + 1, work.hi - 1))
             stage = self.stage_of(work, block)
 
-            @pl.when(block - work.lo >= _NUM_STAGES)
+            @pl.when(block - work.lo >= NUM_STAGES)
             def _():
                 plgpu.barrier_wait(scratch.k_free.at[stage])
 

@@ -25,6 +25,7 @@ from tests.support.marks import slow
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHAKESPEARE = Path(__file__).parents[3] / "models" / "checkpoints" / "shakespeare"
+NAMES = ["llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3"]
 TOKENS = np.arange(18, dtype=np.int32).reshape(2, 9)
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -35,7 +36,7 @@ def golden_of(name):
         return tokens.astype(np.int32), golden["logits"], golden["greedy_tokens"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "shakespeare"])
+@pytest.mark.parametrize("name", [*NAMES, "shakespeare"])
 def test_dense_logits_and_greedy_tokens_equal_transformers(name):
     folder = SHAKESPEARE if name == "shakespeare" else GOLDENS / name
     model, _ = load_checkpoint(folder, dtype=jnp.float32)
@@ -48,7 +49,7 @@ def test_dense_logits_and_greedy_tokens_equal_transformers(name):
 
 
 # Plain Llamas run in the engine in test_generate.py, too.
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", *slow(["llama"])])
+@pytest.mark.parametrize("name", [*NAMES[1:3], "deepseek_v3", *slow(["llama", "deepseek_v2"])])
 def test_engine_gives_the_log_probabilities_and_greedy_tokens_of_transformers(name):
     decoder, _ = load_checkpoint(GOLDENS / name)
     tokens, expected, greedy = golden_of(name)

@@ -3,7 +3,8 @@
     python -m venv hf && hf/bin/pip install torch==2.13.0 transformers==5.23.0
     hf/bin/python tests/models/goldens/make_goldens.py
 
-The committed ones were made with these commands on the CPU in float32. Each folder has config.json;
+The committed ones were made with these commands on the CPU in float32, those of DeepSeek with
+transformers 5.24.0, since earlier ones lack a factor of YaRN. Each folder has config.json;
 it gets a random model and golden.npz: input_ids `i64[B, T]`, logits `f32[B, T, V]`, and
 greedy_tokens `i64[B, 16]`, which follow the input_ids. `make_goldens.py FOLDER...` writes only
 NAME/golden.npz here, for byte-level checkpoints that exist already
@@ -22,7 +23,9 @@ NUM_GREEDY = 16
 # llama: grouped heads wider than hidden_size, an untied head, two files, and a context short enough
 # for all three bands of the scaling to matter. qwen2: biases on q, k and v; one key/value head.
 # qwen3: norms on q and k, and a tied head.
-NAMES = ("llama", "qwen2", "qwen3")
+# deepseek_v2: one projection of q, a dense layer before one of experts, and another eps than
+# inside of attention. deepseek_v3: two projections of q, groups of experts with a bias, and YaRN.
+NAMES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 
 
 def randomize(model: PreTrainedModel) -> None:
@@ -31,6 +34,9 @@ def randomize(model: PreTrainedModel) -> None:
     for name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=generator)
         param.data = 1 + 0.3 * noise if "norm" in name else 0.2 * noise
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += 0.2 * torch.randn(buffer.shape, generator=generator)
 
 
 @torch.no_grad()

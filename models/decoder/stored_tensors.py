@@ -1,0 +1,176 @@
+"""Stored tensors and the parameters that are made of them: names, shapes, rows, their order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from safetensors import safe_open
+
+from models.decoder.config import ModelConfig
+from models.decoder.deepseek_config import LatentConfig
+from models.decoder.sharding import param_spec
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "k_up_proj": ("kv_b_proj",),  # a part of its rows
+    "v_up_proj": ("kv_b_proj",),
+}
+# Projections of latent attention, by heads or with rotary rows.
+_LATENT = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_up_proj", "v_up_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A stored tensor, read on demand."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, *index: slice) -> np.ndarray:
+        """Return a part of the tensor."""
+        # Opened for each read: pages of a file that stays mapped would count as memory in use.
+        with safe_open(self.file, framework="numpy") as opened:
+            return opened.get_slice(self.name)[index] if index else opened.get_tensor(self.name)
+
+
+def tensors_of(
+    path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the stored tensors that make a parameter."""
+    prefix = "" if path[0] == "lm_head" else "model."
+    *parents, module, leaf = path
+    parts = _FUSED.get(str(module), (str(module),))
+    if "experts" in path:  # [X, F, 2, E], or of down [E, X, F]
+        num_experts, stored = shape[0], shape[1::2]
+        if len(shape) == 3:
+            num_experts, stored = shape[1], shape[::2]
+        for expert, part in itertools.product(range(num_experts), parts):
+            yield prefix + ".".join(map(str, (*parents, expert, part, leaf))), stored
+        return
+    for part in parts:
+        stored = (shape[0], *shape[2:]) if module == "gate_up_proj" else shape
+        if module == "qkv_proj":
+            heads = config.num_q_heads if part == "q_proj" else config.num_kv_heads
+            stored = heads * config.head_dim, *shape[3:]
+        elif config.latent is not None and module in _LATENT and len(shape) == 3:
+            stored = shape[0] * _rows_of_head(str(module), config.latent), shape[2]
+        yield prefix + ".".join(map(str, (*parents, part, leaf))), stored
+
+
+def read_param(
+    path: tuple[Any, ...],
+    shape: tuple[int, ...],
+    parts: Sequence[Tensor],
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+    config: ModelConfig,
+) -> jax.Array:
+    """Read a parameter of this shape from the tensors that it is made of."""
+    module = str(path[-2])
+    if path[-1] == "e_score_correction_bias":
+        dtype = np.float32
+
+    def read(index: Any) -> np.ndarray:  # a slice of each axis
+        if "experts" in path:
+            return _read_experts(parts, index, shape, dtype)
+        if config.latent is not None and module in _LATENT:
+            value = _read_latent(module, parts[0], index[0], config.latent)
+            return value.astype(dtype, copy=False)
+        if module == "qkv_proj":
+            return _read_heads(parts, index[0], shape, dtype)
+        if module == "gate_up_proj":
+            return _read_pairs(parts, index[0], shape, dtype)
+        return parts[0].read(*index).astype(dtype, copy=False)
+
+    if mesh is None:
+        return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+    sharding = NamedSharding(mesh, param_spec(path, shape))
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _read_heads(
+    parts: Sequence[Tensor], heads: slice, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these KV heads of a fused q, k and v of this shape, with their query heads."""
+    start, stop, _ = heads.indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    groups, head_dim = shape[1] - 2, shape[2]
+    q, k, v = parts
+    rows = slice(start * groups * head_dim, stop * groups * head_dim)
+    value[:, :groups] = q.read(rows).reshape(value[:, :groups].shape)
+    repeats = shape[0] * head_dim // k.shape[0]
+    stored = np.arange(start, stop) // repeats
+    rows = slice(int(stored[0]) * head_dim, int(stored[-1] + 1) * head_dim)
+    for column, part in ((groups, k), (groups + 1, v)):
+        value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
+    return value
+
+
+def _read_pairs(
+    parts: Sequence[Tensor], pairs: slice, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these pairs of a fused gate and up of this shape."""
+    start, stop, _ = pairs.indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    for column, part in enumerate(parts):
+        value[:, column] = part.read(slice(start, stop))
+    return value
+
+
+def _read_experts(
+    parts: Sequence[Tensor], index: Any, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these experts of pairs of gate and up [X, F, 2, E], or of down [E, X, F]."""
+    axis = 1 if len(shape) == 3 else 0
+    start, stop, _ = index[axis].indices(shape[axis])
+    value = np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
+    for place, expert in enumerate(range(start, stop)):
+        if axis:
+            value[:, place] = parts[expert].read()
+        else:
+            gate_up = parts[2 * expert : 2 * expert + 2]
+            value[place] = _read_pairs(gate_up, slice(None), shape[1:], dtype)
+    return value
+
+
+def _read_latent(module: str, part: Tensor, heads: slice, latent: LatentConfig) -> np.ndarray:
+    """Read these heads of a projection of latent attention, or all of one that has none."""
+    size = _rows_of_head(module, latent)
+    start, stop, _ = heads.indices(part.shape[0] // size)
+    value = part.read(slice(start * size, stop * size)).reshape(stop - start, size, -1)
+    if module == "k_up_proj":
+        return value[:, : latent.qk_nope_head_dim]
+    if module == "v_up_proj":
+        return value[:, latent.qk_nope_head_dim :]
+    if latent.rope_interleave:
+        # `rotate` turns (i, i + R / 2) where a file has pairs (2i, 2i + 1).
+        order, rotary = np.arange(size), slice(size - latent.qk_rope_head_dim, size)
+        order[rotary] = order[rotary].reshape(-1, 2).T.ravel()
+        value = value[:, order]
+    return value[0] if module == "kv_a_proj_with_mqa" else value
+
+
+def _rows_of_head(module: str, latent: LatentConfig) -> int:
+    """Return the rows of a head in the stored tensor; of one without heads, all of them."""
+    if module in ("k_up_proj", "v_up_proj"):
+        return latent.qk_nope_head_dim + latent.v_head_dim
+    return latent.cached_dim if module == "kv_a_proj_with_mqa" else latent.head_dim
+
+
+def parts_of(path: tuple[Any, ...], value: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a parameter, each with as many elements as its stored tensor."""
+    if path[-2] == "qkv_proj":
+        return [value[:, :-2], value[:, -2], value[:, -1]]
+    return [value[:, 0], value[:, 1]] if path[-2] == "gate_up_proj" else [value]

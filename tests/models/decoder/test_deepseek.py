@@ -1,0 +1,328 @@
+"""DeepSeek V2 and V3: what their configs mean, routing against NumPy, experts, checkpoints."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from models.decoder import (
+    CheckpointError,
+    ModelConfig,
+    engine_model,
+    load_checkpoint,
+    save_checkpoint,
+)
+from models.decoder.experts import Experts, Router
+from tests.support.attention_oracle import relative_error
+from tests.support.dense_oracle import dense_logits, logits_of
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+GOLDENS = Path(__file__).parents[1] / "goldens"
+V2, V3 = GOLDENS / "deepseek_v2", GOLDENS / "deepseek_v3"
+LAYER = "model.layers.1."
+GATE = f"{LAYER}mlp.experts.3.gate_proj.weight"
+BIAS = f"{LAYER}mlp.gate.e_score_correction_bias"
+YARN = dict(type="yarn", factor=40, original_max_position_embeddings=4096)
+LITE = dict(  # the published config.json, without what no decoder reads
+    architectures=["DeepseekV2ForCausalLM"],
+    attention_bias=False,
+    bos_token_id=100000,
+    eos_token_id=100001,
+    first_k_dense_replace=1,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=10944,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    moe_intermediate_size=1408,
+    moe_layer_freq=1,
+    n_group=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts_per_tok=6,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    rope_scaling=YARN | dict(beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707),
+    rope_theta=10000,
+    routed_scaling_factor=1.0,
+    scoring_func="softmax",
+    topk_group=1,
+    topk_method="greedy",
+    v_head_dim=128,
+    vocab_size=102400,
+)
+LARGE = LITE | dict(
+    architectures=["DeepseekV3ForCausalLM"],
+    q_lora_rank=1536,
+    n_routed_experts=256,
+    n_group=8,
+    topk_group=4,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+)
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_published_configs_are_read():
+    lite = ModelConfig.from_hugging_face(LITE)
+    assert (lite.num_q_heads, lite.num_kv_heads, lite.head_dim, lite.rotary_dim) == (
+        16,
+        16,
+        192,
+        64,
+    )
+    assert lite.max_position_embeddings == 163840 and lite.eos_token_ids == (100001,)
+    assert lite.rope_scaling.attention_factor == 1 and not lite.sliding_windows
+    # 0.1 * mscale_all_dim * ln(40) + 1, twice.
+    assert lite.latent.sm_scale == pytest.approx(192**-0.5 * 1.58962, rel=1e-5)
+    experts = lite.experts
+    assert (experts.n_routed_experts, experts.shared_size) == (64, 2816)
+    assert not experts.is_sigmoid and experts.n_group == experts.topk_group == 1
+    large = ModelConfig.from_hugging_face(LARGE)
+    assert large.latent.sm_scale == pytest.approx(192**-0.5 * 1.87385, rel=1e-5)
+    assert large.latent.q_lora_rank == 1536 and large.latent.cached_dim == 576
+    assert large.experts.is_sigmoid and large.experts.norm_topk_prob
+    dense = ModelConfig.from_hugging_face(LITE | dict(n_routed_experts=None, rope_scaling=None))
+    assert dense.experts is None and dense.latent.sm_scale == 192**-0.5
+
+
+def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
+    names = ("architectures", "vocab_size", "hidden_size", "intermediate_size")
+    names += ("num_hidden_layers", "num_attention_heads", "num_experts_per_tok")
+    v2, v3 = (
+        ModelConfig.from_hugging_face({name: config[name] for name in names})
+        for config in (LITE, LARGE)
+    )
+    assert (v2.latent.q_lora_rank, v2.latent.kv_lora_rank, v2.latent.v_head_dim) == (1536, 512, 128)
+    assert (v2.experts.n_routed_experts, v2.experts.moe_intermediate_size) == (64, 1407)
+    assert (v3.experts.n_group, v3.experts.topk_group, v3.experts.first_k_dense_replace) == (
+        8,
+        4,
+        3,
+    )
+    assert v3.experts.routed_scaling_factor == 2.5
+    assert (v2.max_position_embeddings, v3.max_position_embeddings) == (2048, 4096)
+    assert (v2.eos_token_ids, v3.eos_token_ids) == ((2,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (LITE, dict(attention_bias=True), "attention_bias=True is not supported"),
+        (LITE, dict(moe_layer_freq=2), "moe_layer_freq=2 is not supported"),
+        (LITE, dict(norm_topk_prob=True), "norm_topk_prob=True is not supported"),
+        (LITE, dict(scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported"),
+        (LITE, dict(topk_method="noaux_tc"), "topk_method='noaux_tc' is not supported"),
+        (LARGE, dict(scoring_func="softmax"), "scoring_func='softmax' is not supported"),
+        (LARGE, dict(quantization_config={"quant_method": "fp8"}), "quantization_config is not"),
+        (LITE, dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_type='linear' is not"),
+        (LITE, dict(kv_lora_rank=0), "kv_lora_rank=0 must be an integer"),
+        (LITE, dict(q_lora_rank="x"), "q_lora_rank='x' must be an integer"),
+        (LITE, dict(qk_rope_head_dim=63), "qk_rope_head_dim=63 must be even"),
+        (LITE, dict(v_head_dim=193), "v_head_dim=193 must be at most head_dim=192"),
+        (LARGE, dict(n_group=7), "n_routed_experts=256 must be a multiple of n_group=7"),
+        (LARGE, dict(topk_group=9), "topk_group=9 must be at most n_group=8"),
+        (LARGE, dict(n_group=256), "n_group=256 of n_routed_experts=256 must have 2 experts"),
+        (LARGE, dict(num_experts_per_tok=129), "num_experts_per_tok=129 must be"),
+        (LARGE, dict(n_routed_experts=True), "n_routed_experts=True must be an integer"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hugging_face(config | changes)
+
+
+def test_switches_of_other_attention_are_refused():
+    config = ModelConfig.from_hugging_face(config_of(V2))
+    with pytest.raises(ValueError, match="qk_norm=True is not supported with latent attention"):
+        replace(config, qk_norm=True)
+    with pytest.raises(ValueError, match="experts must be None without latent attention"):
+        replace(config, latent=None)
+    with pytest.raises(ValueError, match=r"head_dim=16 must be 20"):
+        replace(config, head_dim=16)
+
+
+def expected_weights(config, x, weight, bias):
+    """Weights `f64[T, X]` of experts, token by token."""
+    logits = np.float64(x) @ np.float64(weight).T
+    if config.is_sigmoid:
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    found, size = np.zeros_like(scores), scores.shape[1] // config.n_group
+    for row, own in zip(found, scores, strict=True):
+        choice = own + (0 if bias is None else np.float64(bias))
+        groups = np.sort(choice.reshape(config.n_group, size))[:, ::-1]
+        best = np.argsort(-groups[:, : 2 if config.is_sigmoid else 1].sum(axis=1))
+        allowed = [e for g in best[: config.topk_group] for e in range(g * size, (g + 1) * size)]
+        chosen = sorted(allowed, key=lambda e: -choice[e])[: config.num_experts_per_tok]
+        row[chosen] = own[chosen] / (own[chosen].sum() if config.norm_topk_prob else 1)
+    return found * config.routed_scaling_factor
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("architecture", ["v2", "v3"])
+def test_experts_are_chosen_and_weighed_as_numpy_does(architecture, groups):
+    config = ModelConfig.from_hugging_face(config_of(V3))
+    n_group, topk_group = groups
+    changes = dict(n_group=n_group, topk_group=topk_group)
+    if architecture == "v2":
+        changes |= dict(is_sigmoid=False, norm_topk_prob=False, routed_scaling_factor=16.0)
+    config = replace(config, experts=replace(config.experts, **changes))
+    router = Router(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((30, config.hidden_size), np.float32)
+    router.weight[...] = jnp.asarray(rng.standard_normal(router.weight.shape, np.float32) / 4)
+    bias = None
+    if config.experts.is_sigmoid:
+        bias = rng.standard_normal(16, np.float32)  # far more than the scores: it only chooses
+        router.e_score_correction_bias[...] = jnp.asarray(bias)
+    found = jax.jit(lambda: router(x))()
+    expected = expected_weights(config.experts, x, router.weight[...], bias)
+    assert ((expected > 0).sum(axis=1) == config.experts.num_experts_per_tok).all()
+    np.testing.assert_array_equal(found > 0, expected > 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    text = jax.jit(lambda x: router(x)).lower(x).as_text()
+    assert not re.findall("sort|top_k|while", text)  # what a CUDA graph can't hold
+
+
+def test_of_equal_scores_the_first_experts_are_chosen():
+    config = ModelConfig.from_hugging_face(config_of(V2))
+    router = Router(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    weights = router(jnp.zeros((1, config.hidden_size)))
+    np.testing.assert_allclose(weights[0], [0.125] * 3 + [0] * 5)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 300])  # more than a block of tokens
+def test_each_token_gets_the_weighted_sum_of_its_experts_and_nothing_of_others(num_tokens):
+    config = ModelConfig.from_hugging_face(config_of(V2))
+    experts = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((num_tokens, config.hidden_size), np.float32)
+    weights = rng.uniform(0, 1, (num_tokens, 8)) * (rng.uniform(0, 1, (num_tokens, 8)) < 0.4)
+    weights = np.float32(weights)
+    gate_up = np.array(experts.gate_up_proj.weight[...]) * 10
+    weights[:, 7], gate_up[7] = 0, np.inf  # features that are NaN, of no token
+    experts.gate_up_proj.weight[...] = jnp.asarray(gate_up)
+    found = jax.jit(lambda: experts(x, weights))()
+    down = np.asarray(experts.down_proj.weight[...], np.float64)
+    expected = np.zeros(x.shape)
+    for expert in range(7):
+        gate, up = (np.float64(x) @ np.float64(gate_up[expert, :, i]).T for i in (0, 1))
+        features = gate / (1 + np.exp(-gate)) * up
+        expected += weights[:, expert, None] * (features @ down[:, expert].T)
+    assert relative_error(found, expected) <= 1e-5
+
+
+def test_bf16_keeps_the_bias_of_the_choice_in_f32():
+    model, _ = load_checkpoint(V3, dtype=jnp.bfloat16)
+    gate = model.layers[1].mlp.gate
+    np.testing.assert_array_equal(
+        gate.e_score_correction_bias[...], load_file(V3 / "model.safetensors")[BIAS]
+    )
+    assert gate.weight[...].dtype == jnp.bfloat16
+    with np.load(V3 / "golden.npz") as golden:
+        logits = dense_logits(model, golden["input_ids"].astype(np.int32))
+        assert 1e-4 < relative_error(logits, golden["logits"]) < 0.3  # a choice may be another one
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(V3, tmp_path, dirs_exist_ok=True)
+
+
+def edit(folder, changes, **config):
+    """Replace tensors of model.safetensors, None removes one; and keys of config.json."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: np.ascontiguousarray(x) for name, x in tensors.items() if x is not None}
+    save_file(kept, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | config))
+
+
+def test_rotary_rows_may_be_in_halves(folder):
+    """The order of `rope_interleave=False`, of the same model."""
+    halves = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        rows = value.reshape(4, 20, -1) if "q_b_proj" in name else value[None]
+        if "q_b_proj" in name or "kv_a_proj" in name:
+            pairs = rows[:, -8:]
+            rows = np.concatenate([rows[:, :-8], pairs[:, ::2], pairs[:, 1::2]], axis=1)
+            halves[name] = rows.reshape(value.shape)
+    edit(folder, halves, rope_interleave=False)
+    (model, config), (other, _) = load_checkpoint(folder), load_checkpoint(V3)
+    assert not config.latent.rope_interleave
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+
+
+def test_layers_that_predict_further_tokens_are_ignored(folder):
+    further = {"model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    edit(folder, further, num_nextn_predict_layers=1)
+    load_checkpoint(folder)
+    edit(folder, {"model.layers.4.x": np.zeros(1, np.float32)})
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.4\.x"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({GATE: None}, rf"missing tensor {GATE}, expected shape \(8, 32\)"),
+        ({GATE: np.zeros((32, 8))}, rf"{GATE}: expected shape \(8, 32\), found=\(32, 8\)"),
+        ({GATE.replace("3", "16"): np.zeros((8, 32))}, "unexpected tensor .*experts.16.gate_proj"),
+        ({BIAS: None}, rf"missing tensor {BIAS}"),
+        ({LAYER + "self_attn.kv_b_proj.weight": np.zeros((80, 16))}, r"kv_b_proj.* \(88, 16\)"),
+        ({LAYER + "self_attn.q_proj.weight": np.zeros((80, 32))}, "unexpected tensor .*q_proj"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(folder, changes, message):
+    edit(folder, changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(folder)
+
+
+def test_it_is_not_saved_as_llama(tmp_path):
+    model, config = load_checkpoint(V2)
+    with pytest.raises(ValueError, match="latent attention cannot be saved as LlamaForCausalLM"):
+        save_checkpoint(tmp_path / "nowhere", model, config)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.cpu_budget(6)
+def test_gradients_reach_every_weight_but_the_bias_of_the_choice():
+    model, _ = load_checkpoint(V3)
+    graphdef, params = nnx.split(model)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
+
+    def loss(params):
+        logits = logits_of(params, tokens, graphdef)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0])
+
+    for path, gradient in nnx.to_flat_state(jax.jit(jax.grad(loss))(params)):
+        value = np.asarray(gradient.get_value())
+        assert np.isfinite(value).all(), path
+        assert np.any(value) == (path[-1] != "e_score_correction_bias"), path
+
+
+def test_equal_checkpoints_share_compiled_steps():
+    (model, _), (other, _) = (engine_model(load_checkpoint(V3)[0]) for _ in range(2))
+    assert model is other and model.cache_key

@@ -5,7 +5,6 @@ Run `python -m bench.decode.mla --help`; bench/README.md explains each number.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -56,21 +55,6 @@ def implementations(only: str | None) -> dict[str, str | None]:
     return {"ours": only} if only else {"ours": None} | {name: name for name in IMPLEMENTATIONS}
 
 
-def add_kv_dtypes(parser: argparse.ArgumentParser) -> None:
-    """Add `--kv-dtypes`, bf16 alone by default."""
-    kv_dtypes.add_argument(parser)
-    parser.set_defaults(kv_dtypes=["bf16"])
-
-
-def with_dtypes(args: argparse.Namespace) -> list[Any]:
-    """The chosen shapes with latents of each chosen dtype."""
-    return [
-        kv_dtypes.with_dtype(shape, name)
-        for shape in select(args.shapes)
-        for name in args.kv_dtypes
-    ]
-
-
 def with_limit(shape: dict, gbps: float | None) -> dict:
     """The result of a shape with its limit: reads at this rate, or operations at the peak."""
     if not gbps:
@@ -97,7 +81,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
     parser = cli.make_parser("bench.decode.mla", __doc__)
-    add_kv_dtypes(parser)
+    parser.add_argument(
+        "--kv-dtypes",
+        nargs="+",
+        choices=kv_dtypes.NAMES,
+        default=["bf16"],
+        help="dtypes of the latents; default: bf16",
+    )
     args = parser.parse_args(argv)
     cli.check_arguments(parser, args, select, (*SHAPES, TINY))
     meta = timing.describe_run("bench.decode.mla", argv)
@@ -108,7 +98,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         results = measure_ours(shape, implementations(args.implementation), args.iterations)
         return with_limit(cli.describe(shape) | {"results": results}, read_ceiling(run))
 
-    cli.measure_each(run["shapes"], with_dtypes(args), measure_shape, progress, run, args)
+    shapes = [
+        kv_dtypes.with_dtype(shape, name)
+        for shape in select(args.shapes)
+        for name in args.kv_dtypes
+    ]
+    cli.measure_each(run["shapes"], shapes, measure_shape, progress, run, args)
     print(markdown(run))
     return run
 

@@ -27,7 +27,7 @@ BOUNDS = {
     r"mosaic_sm90 (ragged|wide ragged|cascade) .* ragged_paged_attention$": (232, 100),
     r"mosaic_sm90 gradient attention_gradient_of_keys$": (168, 60),
     r"mosaic_sm.* (paged_decode|ragged_paged_attention)$": (255, 800),
-    r"mosaic_sm90 .*latents.* mla_attention$": (168, 400),
+    r"mosaic_sm90 (ragged latents|latents with).* mla_attention$": (168, 400),
     r" latents with options mla_attention$": (255, 32),
     r" paged_decode_merge$": (100, 0),
     r" ragged_plan$": (64, 0),

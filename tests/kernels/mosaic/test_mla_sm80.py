@@ -18,12 +18,12 @@ from pallas_paged.kernels.mosaic_sm80.latent_config import (
     latent_config,
     latent_shared_memory,
 )
-from tests.support.attention_calls import STATIC, assert_same_bits
+from tests.support import latent_calls
+from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
-from tests.support.attention_oracle import attend, relative_error
 from tests.support.devices import implementations_here
+from tests.support.latent_calls import assert_near, every_option
 from tests.support.marks import slow
-from tests.support.page_layouts import of_heads
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
@@ -35,7 +35,7 @@ from pallas_paged.kernels.mosaic_sm80 import latent, latent_program, ops
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 INTERPRET = "mosaic_sm80" not in implementations_here()
-HOW = dict(implementation="mosaic_sm80", interpret=INTERPRET, sm_scale=0.1)
+HOW = dict(implementation="mosaic_sm80", interpret=INTERPRET)
 V = 64  # elements of a latent; a rotary key has the others
 latents = partial(mosaic_case, num_kv_heads=1, head_dim=V + 64, num_q_heads=4, pages_per_seq=9)
 FEW = (130, 0, 64, 1)
@@ -46,39 +46,12 @@ TREE = np.random.default_rng(0).random((3, 11, 11)) < 0.5
 TREE[0, 7] = False
 
 
-def every_option(num_q_heads, **others):
-    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
-    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
-    return dict(soft_cap=3.0, sliding_window=30, **per_head) | others
+def attend_latents(arrays, v=V, **options):
+    return latent_calls.attend_latents(arrays, v=v, **HOW, **options)
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "v"))
-def compiled(q, pages, *arrays, kv_layout, v, **options):
-    layer = pp.LayerKV(pages, kv_layout=kv_layout, v_head_dim=v)
-    return pp.mla_attention(
-        q[..., :v], q[..., v:], layer, *arrays, return_lse=True, **HOW, **options
-    )
-
-
-def attend_latents(arrays, *, kv_layout="HPND", v=V, **options):
-    """(out, lse) of a call whose K pages are latents."""
-    q, pages, _, *others = arrays
-    return compiled(q, of_heads(pages, kv_layout), *others, kv_layout=kv_layout, v=v, **options)
-
-
-def expected_of(arrays, *, v=V, **options):
-    q, pages, _, *others = arrays
-    out, lse = attend(q, pages, pages, *others, sm_scale=HOW["sm_scale"], **options)
-    return out[..., :v], lse
-
-
-def assert_near(actual, expected, tolerance):
-    (out, lse), (expected_out, expected_lse) = (map(np.asarray, x) for x in (actual, expected))
-    empty = np.isneginf(expected_lse)
-    np.testing.assert_array_equal(np.isneginf(lse), empty)
-    np.testing.assert_array_equal(out[empty], 0)
-    assert relative_error(out, expected_out) <= tolerance
-    np.testing.assert_allclose(lse[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
+def expected_of(arrays, v=V, **options):
+    return latent_calls.expected_of(arrays, v=v, **options)
 
 
 SPLIT = dict(fixed_split_size=64)
@@ -198,7 +171,7 @@ def test_other_latents_are_refused(change, message):
     q, q_pe = (jnp.zeros((1, 4, x), dtype) for x in (v, rope))
     arrays = layer, np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     with pytest.raises(NotImplementedError, match=message):
-        pp.mla_attention(q, q_pe, *arrays, **HOW)
+        pp.mla_attention(q, q_pe, *arrays, sm_scale=0.1, **HOW)
 
 
 DEEPSEEK = dict(head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)

@@ -228,7 +228,7 @@ class Consumer(Program):
         def zero_unreadable(block, stage):
             """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN.
 
-            The other consumer may still read the same as K, for logits that are masked.
+            The logits of the block are made already, and each consumer has columns of its own.
             """
             for column in range(wg * self.num_columns, (wg + 1) * self.num_columns, ROWS):
                 v_ref = scratch.k.at[stage, :, pl.ds(column, ROWS)].transpose((1, 0))

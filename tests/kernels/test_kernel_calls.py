@@ -28,6 +28,7 @@ FAMILIES = {
     "kernels/triton": "triton",
     "kernels/triton/backward_pages.py": "mosaic_sm90",
     "decoder/kernels": "mosaic_sm90",
+    "decoder/kernels/latent_write.py": "triton",
     "decoder/kernels/rotary_write.py": "triton",
     "engine/sampling": "triton",
 }

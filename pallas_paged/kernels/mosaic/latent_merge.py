@@ -1,6 +1,6 @@
 """Merge of the partial states of split tiles of latent attention.
 
-A program has rows of one tile. With many states of a tile it has few elements, of which it loads
+A program has rows of one tile. With many states of a tile it has few elements, and loads
 those of many states at once.
 """
 

@@ -31,7 +31,7 @@ from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
+from pallas_paged.kernels.mosaic.ragged_work import packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
@@ -41,7 +41,7 @@ from pallas_paged.kernels.mosaic_sm80.latent_program import (
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Pages
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
@@ -72,7 +72,12 @@ def latent_attention(
         shape = PlanShape.of(arrays, config, options, group=group, num_programs=num_programs)
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
-    inputs = _inputs(arrays, options, plan.items, num_tiles, block_q)
+    inputs = LatentInputs(
+        q=[x.reshape(-1, x.shape[-1]) for x in (arrays.q, arrays.q_pe) if x is not None],
+        pages=Pages.with_pages(arrays, arrays.k_pages, None),
+        items=plan.items,
+        **row_operands(arrays, options, num_tiles=num_tiles, count=block_q),
+    )
     partials = (num_tiles, shape.num_partials, block_q)
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
     outputs = LatentOutputs(
@@ -127,30 +132,3 @@ def latent_attention(
     if lse is not None:
         lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
     return out, lse
-
-
-def _inputs(
-    arrays: Arrays, options: LogitOptions, items: jax.Array, num_tiles: int, block_q: int
-) -> LatentInputs:
-    group = arrays.num_q_heads // num_tiles
-
-    def of_heads(x):
-        return None if x is None else repeat_heads(x, num_tiles, block_q)
-
-    positions = tree_words = None
-    if arrays.q_positions is not None and (
-        arrays.alibi_slopes is not None or options.sliding_window is not None
-    ):
-        positions = repeat_tokens(arrays.q_positions, group, block_q)
-    if arrays.tree_mask is not None:
-        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
-        tree_words = repeat_tokens(words, group, block_q, axis=2)
-    return LatentInputs(
-        q=[x.reshape(-1, x.shape[-1]) for x in (arrays.q, arrays.q_pe) if x is not None],
-        pages=Pages.with_pages(arrays, arrays.k_pages, None),
-        items=items,
-        alibi_slopes=of_heads(arrays.alibi_slopes),
-        sinks=of_heads(arrays.sinks),
-        positions=positions,
-        tree_words=tree_words,
-    )

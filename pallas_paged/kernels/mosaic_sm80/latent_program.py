@@ -16,7 +16,7 @@ from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_block
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import (
@@ -134,7 +134,7 @@ class Program:
             q_start=work.q_start,
             q_len=work.q_len,
             offset=work.offset,
-            layout=self.layouts.row,
+            layout=self.layouts.acc,
         )
 
         @pl.when(work.q_len > 0)
@@ -190,35 +190,13 @@ class Program:
         )
         span = Span(copier=copier, lo=work.lo, hi=work.hi, copy_queries=copy_queries)
 
-        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
-        positions = before + rows.tokens()
-        last_seen = jnp.minimum(positions, work.kv_len - 1)
-        if not self.causal:  # one value for all rows, but a vector: scalars have no layout to infer
-            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
-        if inputs.positions is not None:
-            positions = rows.of_packed(inputs.positions)
-        slopes = None if inputs.alibi_slopes is None else rows.of_heads(inputs.alibi_slopes)
-        tree_words = None
-        if inputs.tree_words is not None:
-            num_packed = inputs.tree_words.shape[-1] - rows.count
-            first = jnp.minimum(rows.offset, num_packed)
-            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, rows.count)]
+        positions, slopes, visible = rows.logit_operands(work, inputs, options, causal=self.causal)
 
         def masked(block, keys, s):
-            sees = visible_in_block(
-                keys,
-                positions,
-                options,
-                first_key=block * block_k,
-                last=last_seen,
-                before=before,
-                tree_words=tree_words,
-                layout=layouts.acc,
-            )
-            return jnp.where(sees, s, -jnp.inf)
+            return jnp.where(visible(block * block_k, keys), s, -jnp.inf)
 
         def logits(block, stage):
-            """Return logits in base 2, of which the factor is left."""
+            """Return logits in base 2, without their factor."""
             s = full((rows.count, block_k), 0.0, layouts.acc)
             q = [ref.at[:, part] for ref in self.scratch.q for part in _parts(ref.shape[1])]
             for ref, part in zip(q, _parts(blocks.k.shape[2]), strict=True):

@@ -29,7 +29,7 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
+from pallas_paged.kernels.mosaic.ragged_work import packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
@@ -40,7 +40,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_program import (
     RaggedOutputs,
     scratch_types,
 )
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 # No reduction goes across warps.
@@ -68,25 +68,11 @@ def ragged_paged_attention(
         shape = PlanShape.of(arrays, config, options, num_programs=num_programs)
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
-    def of_heads(x):
-        return None if x is None else repeat_heads(x, num_kv_heads, block_q)
-
-    positions = tree_words = None
-    if arrays.q_positions is not None and (
-        arrays.alibi_slopes is not None or options.sliding_window is not None
-    ):
-        positions = repeat_tokens(arrays.q_positions, group, block_q)
-    if arrays.tree_mask is not None:
-        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
-        tree_words = repeat_tokens(words, group, block_q, axis=2)
     inputs = RaggedInputs(
         q=arrays.q.reshape(num_tokens * num_q_heads, head_dim),
         pool=Pool.of(arrays),
         items=plan.items,
-        alibi_slopes=of_heads(arrays.alibi_slopes),
-        sinks=of_heads(arrays.sinks),
-        positions=positions,
-        tree_words=tree_words,
+        **row_operands(arrays, options, num_tiles=num_kv_heads, count=block_q),
     )
     partials = (num_kv_heads, shape.num_partials, block_q)
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_block
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
@@ -215,37 +215,13 @@ class Program:
             wait_for_own_copies(interpret=self.interpret)
             self.barrier()
 
-        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
-        positions = before + rows.tokens()
-        last_seen = jnp.minimum(positions, work.kv_len - 1)
-        if not self.causal:  # one value for all rows, but a vector: scalars have no layout to infer
-            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
-        if inputs.positions is not None:
-            positions = rows.of_packed(inputs.positions)
-        slopes = None if inputs.alibi_slopes is None else rows.of_heads(inputs.alibi_slopes)
-        tree_words = None
-        if inputs.tree_words is not None:
-            num_packed = inputs.tree_words.shape[-1] - rows.count
-            first = jnp.minimum(rows.offset, num_packed)
-            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, rows.count)]
+        positions, slopes, visible = rows.logit_operands(work, inputs, options, causal=self.causal)
         k_scale = v_scale = None
         by_token = inputs.pool.scales_by_token
         if inputs.pool.k_scales is not None and not by_token:
             k_scale, v_scale = inputs.pool.k_scales[0], inputs.pool.v_scales[0]
         only_factor = None if inputs.pool.k_scales is None else options.only_factor(slopes)
         k_factor = 1.0 if only_factor is None else only_factor
-
-        def mask(block, keys):
-            """Return which keys of a block each query sees."""
-            return visible_in_block(
-                keys,
-                positions,
-                options,
-                first_key=block * block_k,
-                last=last_seen,
-                before=before,
-                tree_words=tree_words,
-            )
 
         def of_tokens(kv, block, like, factor=1.0):
             scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN) * factor
@@ -281,7 +257,7 @@ class Program:
                 exponents, v_scales, inverses = split_scales(v_scales)
                 s, factor = s * factor + exponents, 1.0
             if masked:
-                s = jnp.where(mask(block, keys), s, -jnp.inf)
+                s = jnp.where(visible(block * block_k, keys), s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             # A maximum that is less than 2 ** 8 too small does no harm, and acc stays as it is.
             m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)

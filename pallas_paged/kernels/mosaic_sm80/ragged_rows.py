@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, tree_bits, visible_in_block
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter
@@ -36,7 +40,7 @@ class RaggedRows:
         kv_head: their KV head.
         q_start, q_len: first token and number of tokens of the sequence in the packed queries.
         offset: the first of the rows within the sequence.
-        layout: of values of the rows in registers.
+        layout: of matrices of the rows in registers.
     """
 
     count: int
@@ -46,15 +50,20 @@ class RaggedRows:
     q_start: Any
     q_len: Any
     offset: Any
-    layout: Any = ROW
+    layout: Any = ROWS
+
+    @property
+    def row_layout(self) -> Any:
+        """The layout of one value for each row."""
+        return self.layout.reduce(1)
 
     def tokens(self) -> jax.Array:
         """Return the token i32`[R]` of each row within its sequence."""
-        return (self.offset + wgmma_ops.iota((self.count,), 0, self.layout)) // self.group
+        return (self.offset + wgmma_ops.iota((self.count,), 0, self.row_layout)) // self.group
 
     def index(self) -> jax.Array:
         """Return for each row i32`[R]` its index in `[T * Hq]`; -1 past the sequence's end."""
-        packed = self.offset + wgmma_ops.iota((self.count,), 0, self.layout)
+        packed = self.offset + wgmma_ops.iota((self.count,), 0, self.row_layout)
         token, head = packed // self.group, packed % self.group
         index = (self.q_start + token) * self.num_q_heads + self.kv_head * self.group + head
         return jnp.where(token < self.q_len, index, -1)
@@ -71,15 +80,55 @@ class RaggedRows:
         """Return how many of the rows are within the sequence."""
         return jnp.clip(self.q_len * self.group - self.offset, 0, self.count)
 
+    def logit_operands(
+        self, work: WorkDescriptor, inputs: Any, options: LogitOptions, *, causal: bool
+    ) -> tuple[jax.Array, jax.Array | None, Callable[[Any, jax.Array], jax.Array]]:
+        """Return positions, slopes of ALiBi, and which keys the queries of the rows see.
+
+        Args:
+            inputs: with refs to what `row_operands` returns.
+            causal: whether a query sees no later key.
+
+        Returns:
+            Positions i32`[R]`, slopes f32`[R]` or None, and a function of the first of some keys
+            and of their positions i32`[R, K]`, which returns bool`[R, K]`.
+        """
+        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
+        positions = before + self.tokens()
+        last_seen = jnp.minimum(positions, work.kv_len - 1)
+        if not causal:  # one value for all rows, but a vector: scalars have no layout to infer
+            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
+        if inputs.positions is not None:
+            positions = self.of_packed(inputs.positions)
+        slopes = None if inputs.alibi_slopes is None else self.of_heads(inputs.alibi_slopes)
+        tree_words = None
+        if inputs.tree_words is not None:
+            first = jnp.minimum(self.offset, inputs.tree_words.shape[-1] - self.count)
+            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, self.count)]
+
+        def visible(first_key: Any, keys: jax.Array) -> jax.Array:
+            return visible_in_block(
+                keys,
+                positions,
+                options,
+                first_key=first_key,
+                last=last_seen,
+                before=before,
+                tree_words=tree_words,
+                layout=self.layout,
+            )
+
+        return positions, slopes, visible
+
     def of_heads(self, ref: Any) -> jax.Array:
         """Return f32`[R]` of each row's head, of a ref from `repeat_heads`."""
         first = lax.rem(self.offset, self.group)
-        return wgmma_ops.load(ref.at[self.kv_head, pl.ds(first, self.count)], self.layout)
+        return wgmma_ops.load(ref.at[self.kv_head, pl.ds(first, self.count)], self.row_layout)
 
     def of_packed(self, ref: Any) -> jax.Array:
         """Return i32`[R]` of each row's token, of a ref from `repeat_tokens`."""
         first = self.q_start * self.group + self.offset
-        return wgmma_ops.load(ref.at[pl.ds(first, self.count)], self.layout)
+        return wgmma_ops.load(ref.at[pl.ds(first, self.count)], self.row_layout)
 
 
 def repeat_heads(x: jax.Array, num_kv_heads: int, count: int) -> jax.Array:
@@ -95,6 +144,41 @@ def repeat_tokens(x: jax.Array, group: int, count: int, *, axis: int = 0) -> jax
     pads = [(0, 0)] * x.ndim
     pads[axis] = (0, count)
     return jnp.pad(x, pads)
+
+
+def row_operands(
+    arrays: Arrays, options: LogitOptions, *, num_tiles: int, count: int
+) -> dict[str, jax.Array | None]:
+    """Return what kernels read for each row: `alibi_slopes`, `sinks`, `positions`, `tree_words`.
+
+    Args:
+        num_tiles: tiles side by side that the query heads of a token take.
+        count: rows of a tile.
+
+    Returns:
+        Slopes and sinks from `repeat_heads`, or None. `positions` from `repeat_tokens`; None where
+        queries are the newest tokens of their sequence, or where positions do not matter.
+        `tree_words` i32`[B, words, M * G + count]`, the bits of each row's tree mask, or None.
+    """
+    group = arrays.num_q_heads // num_tiles
+
+    def of_heads(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else repeat_heads(x, num_tiles, count)
+
+    positions = tree_words = None
+    if arrays.q_positions is not None and (
+        arrays.alibi_slopes is not None or options.sliding_window is not None
+    ):
+        positions = repeat_tokens(arrays.q_positions, group, count)
+    if arrays.tree_mask is not None:
+        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
+        tree_words = repeat_tokens(words, group, count, axis=2)
+    return dict(
+        alibi_slopes=of_heads(arrays.alibi_slopes),
+        sinks=of_heads(arrays.sinks),
+        positions=positions,
+        tree_words=tree_words,
+    )
 
 
 def columns_of_part(part: Any, head_dim: int) -> Any:

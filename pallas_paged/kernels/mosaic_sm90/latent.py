@@ -24,8 +24,8 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
+from pallas_paged.kernels.mosaic.ragged_work import packed_plan
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
 from pallas_paged.kernels.mosaic_sm90.latent_program import HEADS_MULTIPLE, Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
@@ -90,7 +90,15 @@ def mla_attention(
             fixed_split_size=fixed_split_size,
         )
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
-    inputs = _inputs(arrays, options, plan.items, interpret=interpret)
+    assert arrays.q_pe is not None
+    inputs = LatentInputs(
+        q_nope=_flat(arrays.q, interpret=interpret),
+        q_pe=_flat(arrays.q_pe, interpret=interpret),
+        pool=Pool.of(arrays),
+        block_tables=arrays.block_tables,
+        items=plan.items,
+        **row_operands(arrays, options, num_tiles=1, count=ROWS),
+    )
     partials = (1, shape.num_partials, ROWS)
     num_rows = num_tokens * num_q_heads
     outputs = LatentOutputs(
@@ -158,7 +166,7 @@ def mla_attention(
 def _with_more_heads(
     arrays: Arrays, attend: Callable[[Arrays], tuple[jax.Array, jax.Array | None]]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return `attend(arrays)` by way of more heads, of which tokens begin at multiples of 8."""
+    """Return `attend(arrays)` with more heads, so that tokens begin at multiples of 8 rows."""
     num_heads = arrays.num_q_heads
     more = -num_heads % HEADS_MULTIPLE
 
@@ -172,36 +180,9 @@ def _with_more_heads(
     return out[:, :num_heads], None if lse is None else lse[:, :num_heads]
 
 
-def _inputs(
-    arrays: Arrays, options: LogitOptions, items: jax.Array, *, interpret: bool
-) -> LatentInputs:
-    group = arrays.num_q_heads
-
-    def of_heads(x):
-        return None if x is None else repeat_heads(x, 1, ROWS)
-
-    def flat(q):
-        q = q.reshape(-1, q.shape[-1])
-        # TMA takes 0 for rows past the end. The interpreter does not.
-        missing = ROWS if interpret else max(ROWS - len(q), 0)
-        return jnp.pad(q, ((0, missing), (0, 0))) if missing else q
-
-    positions = tree_words = None
-    if arrays.q_positions is not None and (
-        arrays.alibi_slopes is not None or options.sliding_window is not None
-    ):
-        positions = repeat_tokens(arrays.q_positions, group, ROWS)
-    if arrays.tree_mask is not None:
-        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
-        tree_words = repeat_tokens(words, group, ROWS, axis=2)
-    return LatentInputs(
-        q_nope=flat(arrays.q),
-        q_pe=flat(arrays.q_pe),
-        pool=Pool.of(arrays),
-        block_tables=arrays.block_tables,
-        items=items,
-        alibi_slopes=of_heads(arrays.alibi_slopes),
-        sinks=of_heads(arrays.sinks),
-        positions=positions,
-        tree_words=tree_words,
-    )
+def _flat(q: jax.Array, *, interpret: bool) -> jax.Array:
+    """Return queries `[T, Hq, D]` as rows `[T * Hq, D]`, at least 64."""
+    q = q.reshape(-1, q.shape[-1])
+    # TMA takes 0 for rows past the end. The interpreter does not.
+    missing = ROWS if interpret else max(ROWS - len(q), 0)
+    return jnp.pad(q, ((0, missing), (0, 0))) if missing else q

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_block
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
@@ -99,7 +99,7 @@ class Program:
     def produce(self, work: WorkDescriptor, rows: RaggedRows) -> None:
         """Send the queries and the blocks of a work item."""
         inputs, scratch = self.inputs, self.scratch
-        # The 64 rows from the tile's first on, whosever they are.
+        # 64 rows from the tile's first on, some of which may be of other sequences.
         first_row = pl.multiple_of(rows.q_start * self.group + rows.offset, HEADS_MULTIPLE)
         for source, to in zip((inputs.q_nope, inputs.q_pe), self.q, strict=True):
             plgpu.copy_gmem_to_smem(source.at[pl.ds(first_row, ROWS)], to, scratch.q_full)
@@ -200,18 +200,7 @@ class Consumer(Program):
         """Return the state of the rows and of the consumer's columns after a work item."""
         inputs, scratch, options, wg = self.inputs, self.scratch, self.options, self.wg
         head_dim, rope_dim = inputs.q_nope.shape[1], inputs.q_pe.shape[1]
-        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
-        positions = before + rows.tokens()
-        last_seen = jnp.minimum(positions, work.kv_len - 1)
-        if not self.causal:  # one value for all rows, but a vector: scalars have no layout to infer
-            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
-        if inputs.positions is not None:
-            positions = rows.of_packed(inputs.positions)
-        slopes = None if inputs.alibi_slopes is None else rows.of_heads(inputs.alibi_slopes)
-        tree_words = None
-        if inputs.tree_words is not None:
-            first = jnp.minimum(rows.offset, inputs.tree_words.shape[-1] - ROWS)
-            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, ROWS)]
+        positions, slopes, visible = rows.logit_operands(work, inputs, options, causal=self.causal)
 
         def multiply_qk(block):
             stage = self.stage_of(work, block)
@@ -270,16 +259,7 @@ class Consumer(Program):
                 s, factor = base2_logits(s, options, ops.bcast(slopes, s), distances)
 
             def masked(s):
-                seen = visible_in_block(
-                    keys,
-                    positions,
-                    options,
-                    first_key=block * BLOCK_K,
-                    last=last_seen,
-                    before=before,
-                    tree_words=tree_words,
-                )
-                return jnp.where(seen, s, -jnp.inf)
+                return jnp.where(visible(block * BLOCK_K, keys), s, -jnp.inf)
 
             is_full = (block >= work.full_lo) & (block < work.full_hi)
             s = lax.cond(is_full, lambda s: s, masked, s)

@@ -95,7 +95,7 @@ class LatentCase(Case):
     def reference(
         self, q: jax.Array, token: np.ndarray, tables: jax.Array, lens: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Attention in f32 whose V is K, of which the latent is taken."""
+        """Attention in f32 whose V is all of K; the caller takes the latent."""
         both = jnp.concatenate([q[token], self.q_pe[token]], axis=-1)
         out, lse = _attend(both, self.k_pages, tables, lens, self.scales.get("k_scales"))
         return out[..., : q.shape[2]], lse

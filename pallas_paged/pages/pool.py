@@ -277,17 +277,9 @@ def _on_each_device(
 
 def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
     """Return the layer with the tokens `[T, num_kv_heads, head_dim]`."""
-    layout, dtype = layer.layout, layer.k_pages.dtype
-    k_scales, v_scales = layer.k_scales, layer.v_scales
-    if k_scales is None or v_scales is None:
-        k, v = k.astype(dtype), v.astype(dtype)
-    elif not k_scales.ndim:
-        k, v = quantize(k, k_scales, dtype), quantize(v, v_scales, dtype)
-    else:
-        new = token_scales(k, dtype), token_scales(v, dtype)  # [T, num_kv_heads]
-        k, v = quantize(k, new[0], dtype), quantize(v, new[1], dtype)
-        k_scales = set_tokens(k_scales, layout.scale_axes, slots, new[0])
-        v_scales = set_tokens(v_scales, layout.scale_axes, slots, new[1])
+    layout = layer.layout
+    k, k_scales = _stored(layer, k, layer.k_scales, slots)
+    v, v_scales = _stored(layer, v, layer.v_scales, slots)
     k_pages, v_pages = layer.k_pages, layer.v_pages
     if v_pages is not None:
         k_pages = set_tokens(k_pages, layout.axes, slots, k)
@@ -302,12 +294,19 @@ def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> Laye
 
 def _write_latents(layer: LayerKV, k: jax.Array, slots: jax.Array) -> LayerKV:
     """Return the layer with the tokens `[T, num_kv_heads, head_dim]`."""
-    layout, dtype, scales = layer.layout, layer.k_pages.dtype, layer.k_scales
+    k, k_scales = _stored(layer, k, layer.k_scales, slots)
+    k_pages = set_tokens(layer.k_pages, layer.layout.axes, slots, k)
+    return replace(layer, k_pages=k_pages, k_scales=k_scales)
+
+
+def _stored(
+    layer: LayerKV, x: jax.Array, scales: jax.Array | None, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return tokens as pages store them, and the layer's scales with theirs."""
+    dtype = layer.k_pages.dtype
     if scales is None:
-        k = k.astype(dtype)
-    else:
-        new = token_scales(k, dtype) if scales.ndim else scales
-        k = quantize(k, new, dtype)
-        scales = set_tokens(scales, layout.scale_axes, slots, new) if scales.ndim else scales
-    k_pages = set_tokens(layer.k_pages, layout.axes, slots, k)
-    return replace(layer, k_pages=k_pages, k_scales=scales)
+        return x.astype(dtype), None
+    if not scales.ndim:
+        return quantize(x, scales, dtype), scales
+    new = token_scales(x, dtype)  # [T, num_kv_heads]
+    return quantize(x, new, dtype), set_tokens(scales, layer.layout.scale_axes, slots, new)

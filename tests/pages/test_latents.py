@@ -109,9 +109,9 @@ def of_random_tokens(kv_layout, stored):
     if dtype not in LARGEST:
         held = tokens.astype(jnp.dtype(dtype)).astype(np.float32)
     elif "one scale" in stored:
-        whole = np.clip(tokens / np.float32(0.01), -LARGEST[dtype], LARGEST[dtype])
-        whole = np.rint(whole) if dtype == "int8" else whole
-        held = whole.astype(jnp.dtype(dtype)).astype(np.float32) * np.float32(0.01)
+        stored = np.clip(tokens / np.float32(0.01), -LARGEST[dtype], LARGEST[dtype])
+        stored = np.rint(stored) if dtype == "int8" else stored
+        held = stored.astype(jnp.dtype(dtype)).astype(np.float32) * np.float32(0.01)
     else:
         elements, scales = quantize(tokens, dtype)
         held = elements.astype(np.float32) * scales[..., None]

@@ -219,11 +219,14 @@ class Consumer(Program):
 
             The logits of the block are made already, and each consumer has columns of its own.
             """
+            layout = plgpu.Layout.WGMMA_TRANSPOSED
+            # Mosaic's iota of two dimensions is wrong in this layout, whose vectors are columns.
+            keys = block * BLOCK_K + ops.iota((BLOCK_K,), 0, layout.reduce(0))
             for column in range(wg * self.num_columns, (wg + 1) * self.num_columns, ROWS):
                 v_ref = scratch.k.at[stage, :, pl.ds(column, ROWS)].transpose((1, 0))
-                v = plgpu.load(v_ref, layout=plgpu.Layout.WGMMA_TRANSPOSED)
-                keys = block * BLOCK_K + ops.iota(v.shape, 1, plgpu.Layout.WGMMA_TRANSPOSED)
-                readable = (keys >= work.first_key) & (keys < work.kv_len)
+                v = plgpu.load(v_ref, layout=layout)
+                key = ops.bcast(keys, v, 1)
+                readable = (key >= work.first_key) & (key < work.kv_len)
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 

@@ -20,14 +20,14 @@ def every_option(num_q_heads, **others):
 
 
 @partial(jax.jit, static_argnames=(*STATIC, "interpret", "v"))
-def _compiled(q, pages, *arrays, kv_layout, v, **options):
-    layer = pp.LayerKV(pages, kv_layout=kv_layout, v_head_dim=v)
+def _compiled(q, pages, *arrays, kv_layout, v, k_scales=None, **options):
+    layer = pp.LayerKV(pages, k_scales=k_scales, kv_layout=kv_layout, v_head_dim=v)
     how = dict(sm_scale=SCALE, return_lse=True)
     return pp.mla_attention(q[..., :v], q[..., v:], layer, *arrays, **how, **options)
 
 
 def attend_latents(arrays, *, v, kv_layout="HPND", **options):
-    """(out, lse) of a call whose K pages are latents of `v` elements."""
+    """(out, lse) of a call whose K pages are latents of `v` elements; with `k_scales` in HPND."""
     q, pages, _, *others = arrays
     return _compiled(q, of_heads(pages, kv_layout), *others, kv_layout=kv_layout, v=v, **options)
 

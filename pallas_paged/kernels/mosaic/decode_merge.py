@@ -3,8 +3,9 @@
 A program merges the states of some query heads of one row. Such a small kernel spends its time
 waiting, so a loop step starts all of its loads at once, and a row takes few steps.
 
-With few rows all threads share a head. With many rows a program has more, and each warp a head of
-its own: a thread then computes the weights of fewer heads, and it loads up to 16 bytes at once.
+With few rows all threads share a head, or a part of its elements where it has many. With many rows
+a program has more, and each warp a head of its own: a thread then computes the weights of fewer
+heads, and it loads up to 16 bytes at once.
 """
 
 from __future__ import annotations
@@ -123,33 +124,37 @@ def _merge_decode_kernel(
     *,
     block_s: int,
     block_h: int,
+    block_d: int,
     interpret: bool,
 ) -> None:
-    """Run one program: the final results of `block_h` query heads of a row."""
+    """Run one program: the final results of `block_h` query heads of a row, `block_d` elements."""
     row = lax.axis_index("row")
     group = states.num_q_heads // states.out.shape[0]
     first, num_partials = states.plan.partials_of_row(row, states.unit_ends)
     # Heads that are neighbours in the partial states and in the result.
     together = math.gcd(block_h, 4, group)
-    q_heads = [lax.axis_index("heads") * block_h + i for i in range(0, block_h, together)]
+    num_parts = states.head_dim // block_d
+    program = lax.axis_index("heads")
+    first_head, part = lax.div(program, num_parts) * block_h, lax.rem(program, num_parts)
+    q_heads = [first_head + i for i in range(0, block_h, together)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
 
     heads_of = [pl.ds(q_head, together) for q_head in q_heads]
-    layout = heads_layout(together, states.head_dim)
+    layout = heads_layout(together, block_d)
     sinks = (
         [None] * len(q_heads)
         if states.sinks is None
         else [ops.load(states.sinks.at[x], layout.reduce(1)) for x in heads_of]
     )
     places: list[Any] = [lambda i, h=h, n=n: (h, i, pl.ds(n, together)) for h, n in columns]
-    elements = pl.ds(0, states.head_dim)
+    elements = pl.ds(part * block_d, block_d)
     merged = merge_partials(
         states, first, num_partials, places, block_s, elements, layout, heads=(together,)
     )
     for x, state, sink in zip(heads_of, merged, sinks, strict=True):
         out, lse = finish(state, sink)
-        ops.store(o_ref.at[row, x], out.astype(o_ref.dtype))
-        ops.store(lse_ref.at[row, x], lse)
+        ops.store(o_ref.at[row, x, elements], out.astype(o_ref.dtype))
+        ops.store(lse_ref.at[row, x], lse)  # all parts have the same
 
 
 def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int) -> tuple[int, int]:
@@ -173,6 +178,11 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int)
     return block_s, block_h
 
 
+def elements_of_program(num_heads: int, head_dim: int) -> int:
+    """Return the elements of a head that a program has, for query heads of all rows."""
+    return math.gcd(head_dim, 128) if head_dim > 256 and num_heads <= 256 else head_dim
+
+
 def merge_decode(
     states: DecodeStates, *, dtype: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -187,16 +197,21 @@ def merge_decode(
         result_shape((num_seqs, num_q_heads, states.head_dim), dtype),
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
+    block_d = elements_of_program(num_seqs * num_q_heads, states.head_dim)
     kernel = functools.partial(
         _merge_decode_kernel,
         block_s=block_s,
         block_h=block_h,
+        block_d=block_d,
         interpret=interpret,
     )
     return plgpu.kernel(
         ops.with_trees(kernel, states, *results),
         out_type=results,
-        grid=(num_q_heads // block_h, num_seqs),  # CUDA does not limit the last axis
+        grid=(
+            num_q_heads // block_h * (states.head_dim // block_d),
+            num_seqs,
+        ),  # CUDA does not limit the last axis
         grid_names=("heads", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",

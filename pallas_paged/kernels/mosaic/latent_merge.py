@@ -29,7 +29,7 @@ class MergeShape:
     """What a program of the merge has.
 
     Attributes:
-        rows: 1 or 2 of a tile, all within a sequence or all past its end.
+        rows: 1, 2 or 4 of a tile, all within a sequence or all past its end.
         columns: of their results.
         block_s: partial states per loop step.
     """
@@ -41,10 +41,13 @@ class MergeShape:
     @classmethod
     def of(cls, shape: PlanShape, head_dim: int) -> Self:
         """Return the sizes for a plan, from static sizes only."""
-        few = shape.num_programs <= _FEW_STATES * shape.num_tiles
         # Under a fixed split size the order of sums must not depend on the batch.
-        if few or shape.fixed_split_size is not None:
+        if shape.fixed_split_size is not None:
             return cls(rows=math.gcd(2, shape.group), columns=head_dim, block_s=_FEW_STATES)
+        if shape.num_programs <= shape.num_tiles * _FEW_STATES // 2:
+            block_s = 2 * -(-shape.num_programs // shape.num_tiles)
+            rows = math.gcd(4 if block_s <= 4 else 2, shape.group)
+            return cls(rows=rows, columns=head_dim, block_s=block_s)
         return cls(rows=1, columns=math.gcd(head_dim, 128), block_s=32)
 
 

@@ -188,7 +188,7 @@ def attend(
         q_scales = None
         if scratch.arrived is not None:
             q_scales = one_byte.load_queries(
-                scratch.arrived, scratch.q, inputs.q_dtype, layouts, interpret=interpret
+                [(scratch.arrived, scratch.q)], inputs.q_dtype, layouts, interpret=interpret
             )
             if only_factor is not None:
                 q_scales = q_scales * only_factor

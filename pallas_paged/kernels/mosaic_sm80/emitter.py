@@ -321,6 +321,18 @@ class Emitter:
         """Return a value or vector of 32 bits as a word."""
         return self._utils.bitcast(x, self._i32)
 
+    def vector_words(self, x: Any) -> list[Any]:
+        """Return the words of a value or vector of 32 or 64 bits."""
+        from jaxlib.mlir.dialects import vector
+
+        if self._utils.bitwidth(x.type) == 32:
+            return [self.word(x)]
+        pair = self._utils.bitcast(x, self._ir.VectorType.get((2,), self._i32))
+        places = (self._ir.DenseI64ArrayAttr.get([i]) for i in range(2))
+        return [
+            vector.extract(pair, dynamic_position=[], static_position=place) for place in places
+        ]
+
     def value(self, x: Any) -> Any:
         """Return the thread's value of an argument i32`[128]` with the layout `THREADS`."""
         return self._utils.bitcast(x.registers.item(), self._i32)

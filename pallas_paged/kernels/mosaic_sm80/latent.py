@@ -12,7 +12,7 @@ maximum of a row goes across warps, and P goes through shared memory. The tiles 
 are neighbours in the grid: the first to read a block brings it to the L2 cache for the others.
 Split tiles leave partial states for `latent_merge`.
 
-Decoding is a ragged call with one query a sequence.
+Decoding with one query a sequence has shares of its own, see `latent_decode`.
 
 FlashAttention-2 (Dao 2023) over the latents of DeepSeek-V2 (2024), absorbed as there in 2.1.2.
 """
@@ -34,10 +34,12 @@ from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
+from pallas_paged.kernels.mosaic_sm80.latent_decode import latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
     LatentOutputs,
-    Program,
+    RaggedProgram,
+    query_operands,
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Pages
@@ -61,6 +63,8 @@ def latent_attention(
         `(out [T, Hq, D], lse f32[T, Hq])`; without `with_lse` the second is None.
     """
     is_decode = arrays.cu_q_lens is None
+    if is_decode and arrays.q_positions is None and arrays.tree_mask is None:
+        return latent_decode(arrays, options=options, config=config, interpret=interpret)
     if is_decode:
         one_each = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
         arrays = dataclasses.replace(arrays, cu_q_lens=one_each)
@@ -73,8 +77,8 @@ def latent_attention(
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
     inputs = LatentInputs(
-        q=[x.reshape(-1, x.shape[-1]) for x in (arrays.q, arrays.q_pe) if x is not None],
-        pages=Pages.with_pages(arrays, arrays.k_pages, None),
+        q=query_operands(arrays),
+        pages=Pages.of(arrays),
         items=plan.items,
         **row_operands(arrays, options, num_tiles=num_tiles, count=block_q),
     )
@@ -82,25 +86,25 @@ def latent_attention(
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
     outputs = LatentOutputs(
         # The merge has references to these two.
-        out=result_shape(inputs.q[0].shape, arrays.q.dtype, varying=False),
+        out=result_shape((num_tokens * num_q_heads, head_dim), arrays.q.dtype, varying=False),
         partials=mosaic_ops.Partials(
             out=result_shape((*partials, head_dim), jnp.float32),
             lse=result_shape(partials, jnp.float32),
         ),
         lse=lse_type if with_lse else None,
     )
-    scratch = scratch_types(
-        config, head_dim=head_dim, rope_dim=arrays.rope_dim, dtype=arrays.q.dtype
-    )
+    scratch = scratch_types(arrays, config)
 
     def body(inputs, outputs):
         def run(scratch):
-            Program(
+            RaggedProgram(
                 inputs=inputs,
                 outputs=outputs,
                 scratch=scratch,
                 options=options,
                 num_q_heads=num_q_heads,
+                q_dtype=arrays.q.dtype,
+                kv_dtype=arrays.k_pages.dtype,
                 num_tiles=num_tiles,
                 causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
                 interpret=interpret,

@@ -12,11 +12,16 @@ from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 # Elements of a row of shared memory, and of a product: a latent and its rotary key are multiples.
 LATENT_COLUMNS = 64
 _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
-# Programs per SM, keys of a block and stages, by the rows of a tile: the first that fit. Two
-# programs run the softmax of one under the products of the other.
+# Programs per SM, keys of a block and stages, by the rows of a tile: the first that fit. With 32
+# rows two programs run the softmax of one under the products of the other. With 16 one reads as
+# fast, and leaves half of the partial states.
 _LOOPS = {
-    16: ((2, 32, 2), (1, 32, 3), (1, 32, 2), (1, 32, 1)),
+    16: ((1, 32, 4), (1, 32, 3), (1, 32, 2), (1, 32, 1)),
     32: ((2, 32, 2), (2, 16, 2), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
+}
+_LOOPS_ONE_BYTE = {  # half of the time to read a block, and conversions in it
+    16: ((2, 32, 3), (2, 32, 2), (1, 32, 3), (1, 32, 2)),
+    32: ((2, 16, 2), (1, 32, 3), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
 }
 
 
@@ -41,9 +46,10 @@ class LatentConfig:
     fixed_split_size: int | None = None
 
 
-def padded_rope_dim(rope_dim: int) -> int:
-    """Return the elements of a rotary key in shared memory."""
-    return -(-rope_dim // LATENT_COLUMNS) * LATENT_COLUMNS
+def latent_columns(head_dim: int, rope_dim: int, itemsize: int) -> tuple[int, int]:
+    """Return the 16-bit elements of a latent and of its rotary key in shared memory, padded."""
+    latent, rope = (x * itemsize // 2 for x in (head_dim, rope_dim))
+    return latent, -(-rope // LATENT_COLUMNS) * LATENT_COLUMNS
 
 
 def head_tiles(num_q_heads: int, block_q: int) -> int:
@@ -54,15 +60,22 @@ def head_tiles(num_q_heads: int, block_q: int) -> int:
     return max(num_q_heads // block_q, 1) if num_q_heads % block_q == 0 else 1
 
 
-def latent_shared_memory(config: LatentConfig, *, head_dim: int, rope_dim: int) -> int:
-    """Return the bytes of shared memory that a program needs at most."""
-    columns = head_dim + padded_rope_dim(rope_dim)
+def latent_shared_memory(
+    config: LatentConfig, *, head_dim: int, rope_dim: int, itemsize: int
+) -> int:
+    """Return the bytes of shared memory that a program needs at most.
+
+    Args:
+        head_dim, rope_dim, itemsize: of the latents.
+    """
+    widths = latent_columns(head_dim, rope_dim, itemsize)
     tokens = config.num_stages * config.block_k
+    forms = (2, 2, 4) if itemsize == 1 else (2,)  # bytes: even and odd elements, and pairs
     buffers = [
-        2 * config.block_q * head_dim,  # the queries
-        2 * config.block_q * padded_rope_dim(rope_dim),
+        *[size * config.block_q * width for size in forms for width in widths],  # the queries
         2 * config.block_q * config.block_k,  # the probabilities of a block
-        2 * tokens * columns,  # the latents
+        2 * tokens * sum(widths),  # the latents
+        *([4 * tokens] if itemsize == 1 else []),  # their scales
         8 * tokens,  # entries of the block table
         _REDUCTION_BYTES,
     ]
@@ -76,6 +89,7 @@ def latent_config(
     rope_dim: int,
     max_kv_len: int,
     num_seqs: int,
+    itemsize: int,
     num_sms: int,
     num_tokens: int | None = None,
     shared_memory: int = HOPPER_SHARED_MEMORY,
@@ -85,6 +99,7 @@ def latent_config(
 
     Args:
         num_q_heads, head_dim, rope_dim, max_kv_len, num_seqs: sizes of the call.
+        itemsize: bytes of an element of the latents.
         num_sms: streaming multiprocessors of the device.
         num_tokens: query tokens; None for one a sequence.
         shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
@@ -92,11 +107,15 @@ def latent_config(
     """
     rows = num_q_heads * (num_seqs if num_tokens is None else num_tokens)
     block_q = 16 if rows <= 16 * num_seqs else 32
-    for programs_per_sm, block_k, num_stages in _LOOPS[block_q]:
+    for programs_per_sm, block_k, num_stages in (_LOOPS if itemsize > 1 else _LOOPS_ONE_BYTE)[
+        block_q
+    ]:
         config = LatentConfig(
             block_q=block_q, block_k=block_k, num_stages=num_stages, num_programs=1
         )
-        needed = latent_shared_memory(config, head_dim=head_dim, rope_dim=rope_dim)
+        needed = latent_shared_memory(
+            config, head_dim=head_dim, rope_dim=rope_dim, itemsize=itemsize
+        )
         if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
             break
     tiles = head_tiles(num_q_heads, block_q)

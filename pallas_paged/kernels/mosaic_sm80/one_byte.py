@@ -8,6 +8,7 @@ probabilities, which are fewer than the elements of K and V.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -21,25 +22,32 @@ from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
 
 
 def load_queries(
-    words: Any, to: list[Any], dtype: Any, layouts: MmaLayouts, *, interpret: bool
+    parts: list[tuple[Any, list[Any]]], dtype: Any, layouts: MmaLayouts, *, interpret: bool
 ) -> jax.Array:
-    """Store the even and the odd elements of q as f16 to `to`; return f32`[R]` factors of both.
+    """Store the even and the odd elements of q as f16; return f32`[R]`, the factors of all.
 
     The largest element of a row is in [1, 2), since f16 has a smaller range than bf16. Threads need
-    a barrier before they load from `to`.
+    a barrier before they load what is stored.
 
     Args:
-        words: q in shared memory as pairs of elements of `dtype`, i32`[R, W]`, not swizzled.
-        to: refs f16`[R, W]` to shared memory.
+        parts: of the columns. Of each, q in shared memory as pairs of elements of `dtype`,
+            i32`[R, W]`, not swizzled, and the two refs f16`[R, W]` to shared memory.
     """
-    load: Any = plgpu.load  # its signature differs between versions of JAX
-    loaded = load(words, layout=layouts.lhs, optimized=False)
-    halves = [x.astype(jnp.float32) for x in _halves(loaded, dtype, layouts, interpret=interpret)]
-    largest = jnp.maximum(*map(jnp.abs, halves)).max(axis=1)
+
+    def halves_of(words):
+        load: Any = plgpu.load  # its signature differs between versions of JAX
+        loaded = load(words, layout=layouts.lhs, optimized=False)
+        found = _halves(loaded, dtype, layouts, interpret=interpret)
+        return [x.astype(jnp.float32) for x in found]
+
+    largest = functools.reduce(
+        jnp.maximum, (jnp.maximum(*map(jnp.abs, halves_of(x))).max(axis=1) for x, _ in parts)
+    )
     exponents = jnp.minimum(jnp.maximum(exponents_of(largest), -126), 126)
     inverses = power_of_2(-exponents)
-    for ref, half in zip(to, halves, strict=True):
-        ref[...] = (half * lax.broadcast_in_dim(inverses, half.shape, (0,))).astype(jnp.float16)
+    for words, to in parts:
+        for ref, half in zip(to, halves_of(words), strict=True):
+            ref[...] = (half * lax.broadcast_in_dim(inverses, half.shape, (0,))).astype(jnp.float16)
     return plgpu.layout_cast(power_of_2(exponents), layouts.row)
 
 

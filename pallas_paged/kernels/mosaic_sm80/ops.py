@@ -229,7 +229,7 @@ def store_words(
         ref: `[rows, columns]`, or `[rows]` of 32 bits.
         value: pairs of 16 bits `[R, C]`, or `[R]` of 32 bits; its elements go to `column` and those
             behind it.
-        layout: of the value, with two neighbours of a row in a register.
+        layout: of the value, with two or four neighbours of a row in a register.
     """
     if interpret:
 
@@ -256,6 +256,7 @@ def store_words(
             for x in columns:
                 at = m.add(at, m.mul(x, size))
             at = m.add(start, m.wide(at))
-            m.store_device_word(at, m.word(register), where=m.less(row, count))
+            for i, word in enumerate(m.vector_words(register)):
+                m.store_device_word(m.add(at, 4 * i), word, where=m.less(row, count))
 
     store(ref, value, scalars(first, count))

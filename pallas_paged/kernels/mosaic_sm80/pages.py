@@ -35,7 +35,8 @@ class Pages:
 
     Attributes:
         k, v: one-byte elements as words i16`[..., D / 2]`; v is None of latents.
-        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None.
+        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None; of
+            latents only those of k.
         block_tables: i32`[B, N]`.
     """
 
@@ -51,11 +52,13 @@ class Pages:
         """Return the pages of a call. Nothing is copied."""
 
         def words(x):
-            if x.dtype.itemsize > 1:
+            if x is None or x.dtype.itemsize > 1:
                 return x
             return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
 
-        return cls.with_pages(arrays, *(words(x) for x in arrays.kv_pages))
+        is_latent = arrays.q_pe is not None
+        k, v = (arrays.k_pages, None) if is_latent else arrays.kv_pages
+        return cls.with_pages(arrays, words(k), words(v))
 
     @classmethod
     def with_pages(cls, arrays: Arrays, k: Any, v: Any) -> Self:
@@ -126,7 +129,7 @@ class Blocks:
             v=None if latent else block,
             tables=plgpu.SMEM((_TABLE_SLOTS * num_stages, block_k), jnp.int32),
             k_scales=scales,
-            v_scales=scales,
+            v_scales=None if latent else scales,
         )
 
 
@@ -163,6 +166,16 @@ class Copier:
         """Pages and blocks of K and, but of latents, of V."""
         of_k, of_v = (self.pages.k, self.blocks.k), (self.pages.v, self.blocks.v)
         return [of_k] if self.blocks.v is None else [of_k, of_v]
+
+    @property
+    def _scale_pairs(self) -> list[tuple[Any, Any]]:
+        """Scales of tokens, as `_pairs`."""
+        if not self.pages.scales_by_token:
+            return []
+        of_k = self.pages.k_scales, self.blocks.k_scales
+        return (
+            [of_k] if self.blocks.v is None else [of_k, (self.pages.v_scales, self.blocks.v_scales)]
+        )
 
     def where(self, condition: jax.Array, other: Copier) -> Copier:
         """Return this copier where a condition holds, else `other` of the same program."""
@@ -233,9 +246,7 @@ class Copier:
         head_bytes = pages.k.shape[-1] * item
         tile = Tile(columns=columns, dtype=blocks.k.dtype, in_parts=blocks.v is None)
         page_size, num_slots = pages.page_size, blocks.tables.shape[0]
-        scales = []
-        if pages.scales_by_token:
-            scales = [(pages.k_scales, blocks.k_scales), (pages.v_scales, blocks.v_scales)]
+        scales = self._scale_pairs
         of_scales = ops.strides(layout.scale_axes, pages.k_scales) if scales else {}
         ref, block_ref = plgpu.RefType(), plgpu.RefType(ops.transforms(columns, blocks.k.dtype))
 
@@ -332,10 +343,6 @@ class Copier:
                 x = source[layout.index(kv, **places)]
                 x = jnp.pad(jnp.where(seen[:, None], x, 0), ((0, 0), (0, columns - head_dim)))
                 to[stage, pl.ds(i, count)] = x
-            if pages.scales_by_token:
+            for source, to in self._scale_pairs:
                 index = tuple(places[letter] for letter in layout.scale_axes)
-                for source, to in (
-                    (pages.k_scales, blocks.k_scales),
-                    (pages.v_scales, blocks.v_scales),
-                ):
-                    to[stage, pl.ds(i, count)] = jnp.where(seen, source[index], 0)
+                to[stage, pl.ds(i, count)] = jnp.where(seen, source[index], 0)

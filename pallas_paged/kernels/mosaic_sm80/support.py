@@ -32,13 +32,11 @@ def why_not_call(call: Call) -> str | None:
     """Return why the kernels can't do a call, or None."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
+    reason = _why_not_dtype(call)
+    if reason is not None:
+        return reason
     if call.rope_dim:
         return _why_not_latents(call)
-    if call.kv_dtype not in (call.dtype, jnp.int8, jnp.float8_e4m3fn):
-        return (
-            f"needs pages of q's dtype {call.dtype.name}, int8 or float8_e4m3fn, not of "
-            f"{call.kv_dtype.name}"
-        )
     if call.head_dim * call.kv_dtype.itemsize % COPY_BYTES:
         elements = COPY_BYTES // call.kv_dtype.itemsize
         return (
@@ -68,21 +66,35 @@ def why_not_call(call: Call) -> str | None:
     return _why_not_memory(call, config, needed)
 
 
+def _why_not_dtype(call: Call) -> str | None:
+    if call.kv_dtype not in (call.dtype, jnp.int8, jnp.float8_e4m3fn):
+        return (
+            f"needs pages of q's dtype {call.dtype.name}, int8 or float8_e4m3fn, not of "
+            f"{call.kv_dtype.name}"
+        )
+    return None
+
+
 def _why_not_latents(call: Call) -> str | None:
-    if call.kv_dtype != call.dtype:
-        return f"needs latents of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
+    itemsize = call.kv_dtype.itemsize
     if call.num_kv_heads != 1:
         return f"needs latents of 1 KV head, not {call.num_kv_heads}"
-    if call.head_dim % LATENT_COLUMNS:
-        return f"needs a v_head_dim that is a multiple of {LATENT_COLUMNS}, not {call.head_dim}"
-    if call.rope_dim * call.dtype.itemsize % COPY_BYTES:
-        elements = COPY_BYTES // call.dtype.itemsize
+    columns = LATENT_COLUMNS * 2 // itemsize
+    if call.head_dim % columns:
+        return (
+            f"needs a v_head_dim that is a multiple of {columns} with pages of "
+            f"{call.kv_dtype.name}, not {call.head_dim}"
+        )
+    if call.rope_dim * itemsize % COPY_BYTES:
+        elements = COPY_BYTES // itemsize
         return (
             f"needs a head_dim that is a multiple of {elements}, "
             f"not {call.head_dim + call.rope_dim}"
         )
     config = config_of(call)
-    needed = latent_shared_memory(config, head_dim=call.head_dim, rope_dim=call.rope_dim)
+    needed = latent_shared_memory(
+        config, head_dim=call.head_dim, rope_dim=call.rope_dim, itemsize=itemsize
+    )
     return _why_not_memory(call, config, needed)
 
 

@@ -24,6 +24,7 @@ from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.devices import implementations_here
 from tests.support.latent_calls import assert_near, every_option
 from tests.support.marks import slow
+from tests.support.quantized_cases import Quantized
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
@@ -93,6 +94,29 @@ def test_equals_the_oracle(case, options):
     assert_near(actual, expected_of(arrays, **given), case.tolerance)
 
 
+ONE_BYTE = [
+    (decode(head_dim=128 + 64), dict(kv_dtype="int8"), SPLIT),
+    (ragged(head_dim=128 + 32), dict(kv_dtype="float8_e4m3fn"), every_option(4, **SPLIT)),
+    *slow(
+        [
+            (decode(head_dim=128 + 64), dict(kv_dtype="int8", per_tensor=True), {}),
+            (decode(head_dim=256 + 64, dtype="float16", num_q_heads=40), dict(kv_dtype="int8"), {}),
+            (ragged(head_dim=128 + 64), dict(kv_dtype="float8_e4m3fn", per_tensor=True), {}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "options"), ONE_BYTE, ids=name_of)
+def test_one_byte_latents_equal_the_oracle(case, kind, options):
+    v = case.head_dim // 128 * 128
+    arrays, meant = Quantized(case=case, **kind).make()
+    *arrays, k_scales, _ = arrays
+    actual = attend_latents(arrays, v=v, k_scales=k_scales, **options)
+    given = {k: x for k, x in options.items() if k != "fixed_split_size"}
+    assert_near(actual, expected_of(meant, v=v, **given), case.tolerance)
+
+
 REAL = dict(head_dim=576, page_size=64, pages_per_seq=80)
 LENGTHS = (0, 1, 31, 33, 5000, *range(200, 3000, 97))
 PROMPTS = dict(seq_lens=(700, 0, 65, 3000, 1), q_lens=(700, 0, 1, 130, 1), num_tokens=1000)
@@ -109,6 +133,19 @@ def test_real_sizes_on_a_gpu(rows, num_q_heads, with_options):
     assert_near(first, expected_of(arrays, v=512, **options), case.tolerance)
     for _ in range(100):
         assert_same_bits(attend_latents(arrays, v=512, **options), first)
+
+
+@pytest.mark.skipif(INTERPRET, reason="takes too long where the kernel is interpreted")
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("rows", [dict(seq_lens=LENGTHS), PROMPTS], ids=["decode", "prompts"])
+def test_real_sizes_of_one_byte_on_a_gpu(rows, kv_dtype):
+    case = latents(num_q_heads=16, **rows, **REAL)
+    arrays, meant = Quantized(case=case, kv_dtype=kv_dtype).make()
+    *arrays, k_scales, _ = arrays
+    first = attend_latents(arrays, v=512, k_scales=k_scales)
+    assert_near(first, expected_of(meant, v=512), case.tolerance)
+    for _ in range(100):
+        assert_same_bits(attend_latents(arrays, v=512, k_scales=k_scales), first)
 
 
 @pytest.mark.slow
@@ -153,11 +190,11 @@ def test_queries_with_positions_equal_xla():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(v=96, rope=32), "v_head_dim that is a multiple of 64, not 96"),
+        (dict(v=96, rope=32), "v_head_dim that is a multiple of 64 with .* bfloat16, not 96"),
+        (dict(kv_dtype="int8"), "v_head_dim that is a multiple of 128 with pages of int8, not 64"),
         (dict(rope=4), "head_dim that is a multiple of 8, not 68"),
         (dict(heads=2), "latents of 1 KV head, not 2"),
         (dict(dtype="float32"), "needs bfloat16 or float16, not float32"),
-        (dict(kv_dtype="int8"), "latents of q's dtype bfloat16, not of int8"),
     ],
     ids=str,
 )
@@ -181,8 +218,8 @@ KB = 1024
 @pytest.mark.parametrize(
     ("heads", "num_tokens", "memory", "expected"),
     [
-        # On an H100 two programs share an SM, and the parts of 128 heads the programs.
-        (16, None, 227 * KB, (16, 32, 2, 264)),
+        # On an H100 two programs of 32 rows share an SM, and the parts of 128 heads the programs.
+        (16, None, 227 * KB, (16, 32, 4, 132)),
         (128, None, 227 * KB, (32, 32, 2, 264)),
         (16, 4096, 227 * KB, (32, 32, 2, 264)),
         # On an A100
@@ -194,20 +231,30 @@ KB = 1024
     ],
 )
 def test_as_many_programs_run_as_shared_memory_lets(heads, num_tokens, memory, expected):
-    config = latent_config(
-        num_q_heads=heads, num_tokens=num_tokens, num_sms=132, shared_memory=memory, **DEEPSEEK
-    )
+    how = dict(num_q_heads=heads, num_tokens=num_tokens, num_sms=132, shared_memory=memory)
+    for itemsize in (1, 2):
+        config = latent_config(**how, itemsize=itemsize, **DEEPSEEK)
+        sizes = dict(head_dim=512, rope_dim=64, itemsize=itemsize)
+        assert latent_shared_memory(config, **sizes) <= memory
     rest = config.block_q, config.block_k, config.num_stages, config.num_programs
     assert rest == expected
-    assert latent_shared_memory(config, head_dim=512, rope_dim=64) <= memory
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("block_q", [16, 32])
-def test_shared_memory_is_that_of_the_scratch(block_q):
+def test_shared_memory_is_that_of_the_scratch(block_q, kv_dtype):
     config = LatentConfig(block_q=block_q, block_k=32, num_stages=2, num_programs=1)
-    types = latent_program.scratch_types(config, head_dim=512, rope_dim=64, dtype=jnp.bfloat16)
-    needed = shared_memory_bytes(types, ops.COMPILER_PARAMS)
-    assert latent_shared_memory(config, head_dim=512, rope_dim=64) == needed
+    itemsize = jnp.dtype(kv_dtype).itemsize
+    arrays = Arrays(
+        q=jax.ShapeDtypeStruct((1, 16, 512), jnp.bfloat16),
+        q_pe=jax.ShapeDtypeStruct((1, 16, 64), jnp.bfloat16),
+        k_pages=jax.ShapeDtypeStruct((1, 4, 16, 576), kv_dtype),
+        k_scales=jax.ShapeDtypeStruct((1, 4, 16), jnp.float32) if itemsize == 1 else None,
+        block_tables=None,
+        seq_lens=None,
+    )
+    needed = shared_memory_bytes(latent_program.scratch_types(arrays, config), ops.COMPILER_PARAMS)
+    assert latent_shared_memory(config, head_dim=512, rope_dim=64, itemsize=itemsize) == needed
 
 
 def test_heads_are_divided_only_into_full_tiles():

@@ -1,0 +1,193 @@
+"""Latent attention with one query token a sequence: equal shares of all keys for all programs.
+
+A program attends to the keys of its share row after row, as in `decode`, so that its copies never
+pause. Tiles of 16 or 32 heads have programs of their own. All rows leave partial states for
+`decode_merge`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape
+from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops as mosaic_ops
+from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
+from pallas_paged.kernels.mosaic.decode_merge import merge_decode
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
+from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig
+from pallas_paged.kernels.mosaic_sm80.latent_program import (
+    LatentInputs,
+    LatentProgram,
+    query_operands,
+    scratch_types,
+)
+from pallas_paged.kernels.mosaic_sm80.pages import Pages
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, row_operands
+from pallas_paged.kernels.mosaic_sm80.ring import can_prefetch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeProgram(LatentProgram):
+    """One program of the kernel; `run` runs it.
+
+    Attributes:
+        seq_lens: i32`[B]`.
+        unit_ends: i32`[B]`, from `DecodePlan.unit_ends`.
+    """
+
+    seq_lens: Any
+    unit_ends: Any
+    partials: mosaic_ops.Partials  # [1, partials, head tiles * R, ..]
+    plan: DecodePlan
+
+    def run(self) -> None:
+        """Attend to the share of the program, and leave its partial states."""
+        for_each_work_item(
+            self.attend_item,
+            self.seq_lens,
+            self.unit_ends,
+            plan=self.plan,
+            carry=(jnp.int32(0), jnp.bool_(False)),
+        )
+
+    def attend_item(
+        self, item: WorkItem, next_item: WorkItem, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend to the keys of a work item and leave its state.
+
+        The carry has the number of blocks until now, and whether copies for the item are on their
+        way.
+        """
+        place, started = carry
+        (work, rows), following = self.work_of(item), self.work_of(next_item)
+        span, next_span = self.span_of(work, rows), self.span_of(*following)
+        prefetch_next = can_prefetch(span, next_span)
+
+        @pl.when(item.lo < item.hi)
+        def _():
+            state = self.attend(
+                work,
+                rows,
+                next_span,
+                place=place,
+                started=started,
+                prefetch_next=prefetch_next,
+            )
+            index = 0, item.partial, pl.ds(rows.offset, self.num_rows)
+            self.store_partial(self.partials, index, state)
+
+        return place + item.hi - item.lo, prefetch_next
+
+    def work_of(self, item: WorkItem) -> tuple[WorkDescriptor, RaggedRows]:
+        """Return a work item as one of a ragged call with one query of each row."""
+        block_k, first_key = self.plan.block_k, jnp.int32(self.plan.first_key(item.seq_len))
+        first_head = lax.axis_index("head_tile") * self.num_rows
+        work = WorkDescriptor(
+            row=item.row,
+            q_start=item.row,
+            q_len=jnp.int32(1),
+            kv_len=item.seq_len,
+            first_key=first_key,
+            offset=first_head,
+            lo=item.lo,
+            hi=item.hi,
+            full_lo=pl.cdiv(first_key, block_k),
+            full_hi=lax.div(item.seq_len, block_k),
+            partial=item.partial,
+        )
+        rows = RaggedRows(
+            count=self.num_rows,
+            group=self.num_q_heads,
+            num_q_heads=self.num_q_heads,
+            kv_head=0,
+            q_start=work.q_start,
+            q_len=work.q_len,
+            offset=work.offset,
+            layout=self.layouts.acc,
+        )
+        return work, rows
+
+
+def latent_decode(
+    arrays: Arrays, *, options: LogitOptions, config: LatentConfig, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Attend to latents with one query token a sequence, the newest.
+
+    Returns:
+        `(out [B, Hq, D], lse f32[B, Hq])`.
+    """
+    num_seqs, num_q_heads, head_dim = arrays.q.shape
+    num_tiles = pl.cdiv(num_q_heads, config.block_q)
+    plan = DecodePlan.of(
+        config,
+        options,
+        num_seqs=num_seqs,
+        num_kv_heads=num_tiles,
+        max_kv_len=arrays.max_kv_len,
+    )
+    inputs = LatentInputs(
+        q=query_operands(arrays),
+        pages=Pages.of(arrays),
+        items=None,
+        **row_operands(arrays, options, num_tiles=1, count=config.block_q),
+    )
+    lens = arrays.seq_lens, plan.unit_ends(arrays.seq_lens)
+    states = (1, plan.num_partials, num_tiles * config.block_q)
+    partials = mosaic_ops.Partials(
+        out=result_shape((*states, head_dim), jnp.float32),
+        lse=result_shape(states, jnp.float32),
+    )
+    scratch = scratch_types(arrays, config)
+
+    def body(inputs, lens, partials):
+        seq_lens, unit_ends = lens
+
+        def run(scratch):
+            DecodeProgram(
+                inputs=inputs,
+                seq_lens=seq_lens,
+                unit_ends=unit_ends,
+                partials=partials,
+                scratch=scratch,
+                options=options,
+                num_q_heads=num_q_heads,
+                q_dtype=arrays.q.dtype,
+                kv_dtype=arrays.k_pages.dtype,
+                causal=True,
+                plan=plan,
+                interpret=interpret,
+            ).run()
+
+        pl.run_scoped(run, scratch)
+
+    # The tiles of a share are neighbours in the grid: the first to read a block brings it to the L2
+    # cache for the others.
+    out, lse = pl.kernel(
+        mosaic_ops.with_trees(body, inputs, lens, partials),
+        out_type=(partials.out, partials.lse),
+        mesh=plgpu.Mesh(grid=(num_tiles, plan.num_programs), grid_names=("head_tile", "program")),
+        compiler_params=ops.COMPILER_PARAMS,
+        name="mla_attention",
+        interpret=mosaic_ops.interpreter(interpret),
+    )(*jax.tree.leaves((inputs, lens)))
+    decode_states = DecodeStates(
+        out=out,
+        lse=lse,
+        unit_ends=lens[1],
+        sinks=arrays.sinks,
+        plan=plan,
+        num_q_heads=num_q_heads,
+        head_dim=head_dim,
+    )
+    return merge_decode(decode_states, dtype=arrays.q.dtype, interpret=interpret)

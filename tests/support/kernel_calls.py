@@ -6,6 +6,7 @@ what it can't do with NotImplementedError when a call is traced.
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
@@ -61,6 +62,7 @@ PER_HEAD = np.linspace(0.0, 1.0, 8, dtype=np.float32)
 OPTIONS: dict[str, Any] = dict(
     sliding_window=90, soft_cap=30.0, alibi_slopes=PER_HEAD, sinks=PER_HEAD
 )
+OF_AMPERE = re.compile(r"decode |latents$|.*latents (int8|float8)")
 DIFFERENTIATED = ("q", "k_pages", "v_pages")
 TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
 
@@ -93,8 +95,8 @@ def kernel_calls() -> list[KernelCall]:
 
     def add(names: Any, name: str, function: Any, make: Any, **more: Any) -> None:
         for family in get_args(names):
-            # Hopper decodes with the kernel of mosaic_sm80: the same program is compiled once.
-            is_twin = family == "mosaic_sm90" and name.startswith("decode ")
+            # Hopper has some kernels of mosaic_sm80: the same program is compiled once.
+            is_twin = family == "mosaic_sm90" and OF_AMPERE.match(name)
             if family != "xla" and not is_twin:
                 found.append(
                     KernelCall(family=family, name=name, function=function, make=make, **more)
@@ -110,6 +112,9 @@ def kernel_calls() -> list[KernelCall]:
     for name, case in {"latents": DECODE, "ragged latents": RAGGED}.items():
         case = dataclasses.replace(case, **LATENTS)
         add(Implementation, name, _attend_latents, case.make)
+        for kv_dtype in KV_DTYPES[1:]:
+            make = partial(_one_byte_latents, case, kv_dtype)
+            add(Implementation, f"{name} {kv_dtype}", _attend_latents, make)
         # Some have the heads of a token in several programs.
         many = dataclasses.replace(case, num_q_heads=64)
         options = {k: np.resize(x, 64) if np.ndim(x) else x for k, x in OPTIONS.items()}
@@ -140,10 +145,17 @@ def _attend(function: Callable[..., Any], arrays: dict[str, Any], **options: Any
     return function(**arrays, return_lse=True, **options)
 
 
+def _one_byte_latents(case: Case, kv_dtype: str) -> tuple[Any, ...]:
+    (q, pages, _, *arrays, k_scales, _), _ = Quantized(case=case, kv_dtype=kv_dtype).make()
+    return q, pages, k_scales, *arrays
+
+
 def _attend_latents(
-    q: Any, pages: Any, _: Any, *arrays: Any, implementation: str, **options: Any
+    q: Any, pages: Any, k_scales: Any, *arrays: Any, implementation: str, **options: Any
 ) -> Any:
-    layer = pp.LayerKV(pages, kv_layout="HPND", v_head_dim=512)
+    if pages.dtype.itemsize > 1:
+        k_scales = None  # V of the case, which latents have in K
+    layer = pp.LayerKV(pages, k_scales=k_scales, kv_layout="HPND", v_head_dim=512)
     how = dict(sm_scale=0.07, return_lse=True, **raw.by(implementation))
     return pp.mla_attention(q[..., :512], q[..., 512:], layer, *arrays, **how, **options)
 

@@ -12,7 +12,7 @@ maximum of a row goes across warps, and P goes through shared memory. The tiles 
 are neighbours in the grid: the first to read a block brings it to the L2 cache for the others.
 Split tiles leave partial states for `latent_merge`.
 
-Decoding with one query a sequence has shares of its own, see `latent_decode`.
+Decoding with up to 16 heads has shares of its own, see `latent_decode`.
 
 FlashAttention-2 (Dao 2023) over the latents of DeepSeek-V2 (2024), absorbed as there in 2.1.2.
 """
@@ -34,7 +34,7 @@ from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
-from pallas_paged.kernels.mosaic_sm80.latent_decode import latent_decode
+from pallas_paged.kernels.mosaic_sm80.latent_decode import DECODE_ROWS, latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
     LatentOutputs,
@@ -63,7 +63,8 @@ def latent_attention(
         `(out [T, Hq, D], lse f32[T, Hq])`; without `with_lse` the second is None.
     """
     is_decode = arrays.cu_q_lens is None
-    if is_decode and arrays.q_positions is None and arrays.tree_mask is None:
+    needs_plan = arrays.q_positions is not None or arrays.tree_mask is not None
+    if is_decode and not needs_plan and arrays.num_q_heads <= config.block_q == DECODE_ROWS:
         return latent_decode(arrays, options=options, config=config, interpret=interpret)
     if is_decode:
         one_each = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ class Attend(Protocol):
         """q [..., Hq, D] and k, v [..., Hkv, D] to out, like q, and the cache with k and v in it.
 
         A query at position p sees the keys j with p - sliding_window < j <= p; None: all j <= p.
+        Where a decoder has them, it gives `sm_scale`, `soft_cap` and `sinks` of `paged_attention`.
         """
 
 
@@ -48,10 +49,11 @@ class FusedAttend(Attend, Protocol):
         eps: float,
         sliding_window: int | None,
         unmerged: bool,
+        **options: Any,
     ) -> tuple[jax.Array | UnmergedAttention, LayerCache | None]:
         """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D].
 
-        If unmerged, out may be what `between_attentions` merges.
+        If unmerged, out may be what `between_attentions` merges. Options are those of the call.
         """
 
 
@@ -84,6 +86,9 @@ class ParallelAttend(Attend, Protocol):
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         """table[token_ids], where each device has a part of the rows."""
 
+    def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """x @ weight.T, whose columns are sharded."""
+
     def row_linear_norm(
         self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +105,12 @@ def dense_attend() -> Attend:
         cache: LayerCache | None,
         *,
         sliding_window: int | None,
+        sm_scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
+        if soft_cap is not None or sinks is not None:  # which JAX's attention lacks
+            return _attend_by_logits(q, k, v, sliding_window, sm_scale, soft_cap, sinks), cache
         window = None
         if sliding_window is not None:  # no more than there are keys, for JAX adds it to positions
             window = (min(sliding_window, q.shape[1]) - 1, 0)
@@ -108,6 +118,7 @@ def dense_attend() -> Attend:
             q,
             k,
             v,
+            scale=sm_scale,
             is_causal=True,
             local_window_size=window,
             implementation="cudnn" if _cudnn_takes(q) else None,
@@ -115,6 +126,34 @@ def dense_attend() -> Attend:
         return out, cache
 
     return attend
+
+
+def _attend_by_logits(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sliding_window: int | None,
+    sm_scale: float | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attend with all logits f32[B, Hkv, G, T, T] in memory."""
+    *batch, num_tokens, _, head_dim = q.shape
+    heads = q.reshape(*batch, num_tokens, k.shape[-2], -1, head_dim)
+    how: Any = dict(preferred_element_type=jnp.float32)
+    logits = jnp.einsum("...qhgd,...khd->...hgqk", heads, k, **how)
+    logits *= head_dim**-0.5 if sm_scale is None else sm_scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)
+    # No more than there are keys: a window of a config may not fit 32 bits.
+    window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
+    logits = jnp.where((distance >= 0) & (distance < window), logits, -jnp.inf)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(k.shape[-2], -1, 1, 1)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(logits)[..., :num_tokens].astype(v.dtype)
+    return jnp.einsum("...hgqk,...khd->...qhgd", weights, v).reshape(q.shape)
 
 
 def _cudnn_takes(q: jax.Array) -> bool:

@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.decoder.config import ModelConfig, read_eos_token_ids
+from models.decoder.config import ModelConfig
 from models.decoder.decoder import Decoder
+from models.decoder.families import read_eos_token_ids
 from models.decoder.sharding import config_on
 from models.decoder.stored_tensors import Tensor, parts_of, read_param, tensors_of
 from models.files import CheckpointError, read_json
@@ -63,7 +64,7 @@ def load_checkpoint(
     stored = _read_config(folder)
     config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
     tensors = _open_tensors(folder)
-    last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
+    last = f"model.layers.{config.num_layers - 1}.post_attention_layernorm.weight"
     if last not in tensors:  # refused before the tracing of layers that the folder lacks
         raise CheckpointError(f"{folder}: missing tensor {last}")
     config = _with_kv_scales(config, tensors, folder)
@@ -218,10 +219,11 @@ def _check_tensors(
         found = tensors[name].shape
         if found != shape:
             raise CheckpointError(f"{folder}: tensor {name}: expected shape {shape}, {found=}")
-        if tensors[name].dtype not in _DTYPES:
+        is_mxfp4 = name.endswith(("_blocks", "_scales"))
+        dtypes = ("U8",) if is_mxfp4 else tuple(_DTYPES)
+        if tensors[name].dtype not in dtypes:
             raise CheckpointError(
-                f"{folder}: tensor {name}: expected one of {tuple(_DTYPES)},"
-                f" found={tensors[name].dtype!r}"
+                f"{folder}: tensor {name}: expected one of {dtypes}, found={tensors[name].dtype!r}"
             )
     for name in tensors:
         tied_copy = name == "lm_head.weight" and config.tie_word_embeddings

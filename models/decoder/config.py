@@ -7,14 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.decoder.deepseek_config import (
-    V2,
-    V3,
-    ExpertsConfig,
-    LatentConfig,
-    read_experts,
-    read_latent,
-)
+from models.decoder.deepseek_config import LatentConfig
+from models.decoder.experts_config import ExpertsConfig
+from models.decoder.families import LIMITS, SIZE_KEYS, read_fields
 from models.decoder.rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -22,43 +17,29 @@ from models.decoder.rope_scaling import (
     RopeScaling,
     YarnRopeScaling,
     check_positive,
-    read_rope,
     write_rope_scaling,
 )
-from pallas_paged.checks import INT32_MAX, check_integer
+from pallas_paged.checks import check_integer
 
-# Defaults of transformers for keys that a config.json may leave out, where architectures differ.
-_KEYS = ("max_position_embeddings", "num_key_value_heads", "head_dim", "eos_token_id")
-_DEFAULTS = {
-    "LlamaForCausalLM": (2048, None, None, 2),
-    "MistralForCausalLM": (131072, 8, None, 2),
-    "Qwen2ForCausalLM": (32768, 32, None, None),
-    "Qwen3ForCausalLM": (32768, 32, 128, None),
-    V2: (2048, None, None, 2),
-    V3: (4096, None, None, 1),
-}
-ARCHITECTURES = tuple(_DEFAULTS)
-_SIZE_KEYS = {  # that a config.json must have, by our names
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_q_heads": "num_attention_heads",
-}
 # Vocabularies of published models are multiples of it, for the sake of hardware.
 _VOCAB_MULTIPLE = 64
-# A damaged config.json must not start hours of work. These are far above published models.
-_MAX_LAYERS, _MAX_HEADS, _MAX_SIZE = 1024, 4096, 2**24
-_LIMITS = {
-    "vocab_size": _MAX_SIZE,
-    "hidden_size": _MAX_SIZE,
-    "intermediate_size": _MAX_SIZE,
-    "num_layers": _MAX_LAYERS,
-    "num_q_heads": _MAX_HEADS,
-    "num_kv_heads": _MAX_HEADS,
-    "head_dim": _MAX_HEADS,
-    "max_position_embeddings": INT32_MAX,
-}
+_POSITIVE_OR_NONE = (
+    "window_rope_theta",
+    "embedding_scale",
+    "logits_soft_cap",
+    "attention_soft_cap",
+    "sm_scale",
+)
+# Switches of attention by heads.
+_NOT_WITH_LATENTS = (
+    *("qkv_bias", "o_bias", "qk_norm", "qk_norm_over_heads", "sliding_windows", "v_scales"),
+    *("pre_norms", "post_norms", "sm_scale", "attention_soft_cap", "sinks", "window_rope_theta"),
+    *("partial_rotary_factor", "stored_as"),
+)
+_NOT_IN_LLAMA = (
+    *("activation", "pre_norms", "post_norms", "norm_offset", *_POSITIVE_OR_NONE, "sinks"),
+    *("qk_norm", "qk_norm_over_heads", "sliding_windows", "partial_rotary_factor", "experts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +49,28 @@ class ModelConfig:
     Hashable and compared by value: it is a static part of the module.
 
     Attributes:
+        activation: of the gate of the MLPs: "silu" or "gelu_tanh".
+        pre_norms: whether attention and MLP norm what they take.
+        post_norms: whether attention and MLP norm what they add.
+        norm_offset: what is added to the weights of norms in a file.
+        embedding_scale: factor of the embeddings; None: 1.
+        logits_soft_cap, attention_soft_cap: c of `c * tanh(x / c)`, of the decoder's logits and of
+            those of attention; None: no cap.
+        sm_scale: factor of q.k; None: `head_dim ** -0.5`.
+        sinks: whether each query head has one more logit, without a value.
+        qk_norm: whether each head of q and k is normed.
+        qk_norm_over_heads: whether q and k are normed, each over all of its heads together.
         sliding_windows: one entry for each layer, None where the layer sees all tokens; empty if
             all layers see all tokens.
         rope_scaling: of the rotary embeddings; None turns each position by its own angle.
+        window_rope_theta: rotary base of layers with a window, which then have no scaling; None:
+            that of the others.
+        partial_rotary_factor: part of each head that is rotated.
         max_position_embeddings: most tokens of a sequence, with the scaling.
         latent: of multi-head latent attention, whose queries, K and V have `num_q_heads` heads;
             None: grouped-query attention.
-        experts: of the layers whose MLP is a mixture of experts, with latent attention only; None:
-            all are dense.
+        experts: of the layers whose MLP is a mixture of experts; None: all are dense.
+        stored_as: names and forms of the tensors in a file, one of `stored_tensors.FORMS`.
         k_scales, v_scales: calibrated scale of each layer's K and V in a float8_e4m3fn cache; empty
             if the checkpoint has none.
         eos_token_ids: tokens that end a sequence.
@@ -91,30 +86,44 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    window_rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
+    activation: str = "silu"
+    pre_norms: bool = True
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float | None = None
+    logits_soft_cap: float | None = None
+    attention_soft_cap: float | None = None
+    sm_scale: float | None = None
+    sinks: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
+    stored_as: str = "llama"
     k_scales: tuple[float, ...] = ()
     v_scales: tuple[float, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, most in _LIMITS.items():
+        for name, most in LIMITS.items():
             check_integer(name, getattr(self, name), 1, most)
-        for name in ("rms_norm_eps", "rope_theta"):
-            check_positive(name, getattr(self, name))
+        for name in ("rms_norm_eps", "rope_theta", *_POSITIVE_OR_NONE):
+            if getattr(self, name) is not None or name not in _POSITIVE_OR_NONE:
+                check_positive(name, getattr(self, name))
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("pre_norms or post_norms must be True: branches must be normed")
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
         if num_q_heads % num_kv_heads:
             raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
         if self.latent is not None:
             self._check_latent(self.latent)
-        elif self.experts is not None:
-            raise ValueError("experts must be None without latent attention")
         elif head_dim % 2:
             raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs")
         self._check_rope()
@@ -136,7 +145,9 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def _check_latent(self, latent: LatentConfig) -> None:
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
@@ -145,12 +156,17 @@ class ModelConfig:
                 f"{num_kv_heads=} must be {num_q_heads=}, and {head_dim=} must be "
                 f"{latent.head_dim}, with {latent}"
             )
-        for name in ("qkv_bias", "o_bias", "qk_norm", "sliding_windows", "v_scales"):
-            if value := getattr(self, name):
+        for name in _NOT_WITH_LATENTS:
+            if (value := getattr(self, name)) != _default(name):
                 raise ValueError(f"{name}={value} is not supported with latent attention")
 
     def _check_rope(self) -> None:
         scaling, rope_theta, head_dim = self.rope_scaling, self.rope_theta, self.rotary_dim
+        factor = self.partial_rotary_factor
+        if head_dim % 2 or not 0 < head_dim <= self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor={factor} of a head of {self.head_dim} must be even"
+            )
         if isinstance(scaling, YarnRopeScaling) and rope_theta <= 1:
             raise ValueError(f"{rope_theta=} must be above 1 for YaRN")
         if isinstance(scaling, DynamicRopeScaling) and head_dim == 2:
@@ -172,60 +188,7 @@ class ModelConfig:
             ValueError: an architecture or feature is not supported, or a size is missing or out of
                 range.
         """
-        architectures = config.get("architectures")
-        architecture = architectures[0] if architectures and _is_list(architectures) else None
-        if architecture not in ARCHITECTURES:
-            raise ValueError(f"{architecture=} is not supported; supported: {ARCHITECTURES}")
-        _refuse_unsupported(config)
-
-        qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-        attention_bias = bool(config.get("attention_bias", False)) and not qwen2
-        sizes: dict[str, Any] = {
-            ours: _required(config, key, _LIMITS[ours]) for ours, key in _SIZE_KEYS.items()
-        }
-        hidden_size, num_q_heads = sizes["hidden_size"], sizes["num_q_heads"]
-        keys = dict(zip(_KEYS, _DEFAULTS[architecture], strict=True)) | dict(config)
-        head_dim, max_positions = keys["head_dim"], keys["max_position_embeddings"]
-        check_integer("max_position_embeddings", max_positions, 1)
-        rope_theta, rope_scaling = read_rope(config, max_positions)
-        latent = experts = None
-        if architecture in (V2, V3):
-            latent = read_latent(config, architecture, rope_scaling)
-            experts = read_experts(config, architecture)
-            head_dim, keys["num_key_value_heads"] = latent.head_dim, num_q_heads
-        if head_dim is None:
-            if hidden_size % num_q_heads:
-                raise ValueError(
-                    f"{hidden_size=} must be a multiple of num_attention_heads={num_q_heads}, or"
-                    " head_dim must be given"
-                )
-            head_dim = hidden_size // num_q_heads
-        if isinstance(rope_scaling, YarnRopeScaling):
-            # Files have the length with the scaling or, where a reader added it, without.
-            original = rope_scaling.original_max_position_embeddings
-            max_positions = max(max_positions, int(rope_scaling.factor * original))
-        num_kv_heads = keys["num_key_value_heads"]
-        return cls(
-            **sizes,
-            num_kv_heads=num_q_heads if num_kv_heads is None else num_kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            max_position_embeddings=max_positions,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=qwen2 or attention_bias,
-            o_bias=attention_bias,
-            qk_norm=qwen3,
-            sliding_windows=(
-                _read_sliding_windows(config, architecture, sizes["num_layers"])
-                if latent is None
-                else ()
-            ),
-            latent=latent,
-            experts=experts,
-            eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
-        )
+        return cls(**read_fields(config))
 
     def with_context(self, max_model_len: int) -> ModelConfig:
         """Return the configuration for sequences of at most this many tokens, where it matters.
@@ -243,6 +206,12 @@ class ModelConfig:
             return dataclasses.replace(self, max_position_embeddings=longest)
         return self
 
+    def of_windows(self) -> ModelConfig:
+        """Return the configuration whose rotary embeddings are those of layers with a window."""
+        if self.window_rope_theta is None:
+            return self
+        return dataclasses.replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
+
     def to_hugging_face(self) -> dict[str, Any]:
         """Write the configuration as the `config.json` of a LlamaForCausalLM.
 
@@ -251,22 +220,20 @@ class ModelConfig:
         """
         if self.latent is not None:
             raise ValueError("latent attention cannot be saved as LlamaForCausalLM, which has none")
-        qkv_bias, o_bias, qk_norm = self.qkv_bias, self.o_bias, self.qk_norm
-        if qk_norm or qkv_bias != o_bias:
+        for name in _NOT_IN_LLAMA:
+            if (value := getattr(self, name)) != _default(name):
+                raise ValueError(f"{name}={value} cannot be saved as LlamaForCausalLM")
+        qkv_bias, o_bias = self.qkv_bias, self.o_bias
+        if qkv_bias != o_bias:
             raise ValueError(
-                f"{qk_norm=}, {qkv_bias=}, {o_bias=} cannot be saved as LlamaForCausalLM,"
-                " which has no q/k norm and biases either all or none of its projections"
-            )
-        if any(self.sliding_windows):
-            raise ValueError(
-                f"sliding_windows={self.sliding_windows} cannot be saved as LlamaForCausalLM,"
-                " whose layers see all tokens"
+                f"{qkv_bias=}, {o_bias=} cannot be saved as LlamaForCausalLM,"
+                " which has biases in all or none of its projections"
             )
         scaling = self.rope_scaling
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            **{key: getattr(self, ours) for ours, key in _SIZE_KEYS.items()},
+            **{key: getattr(self, ours) for ours, key in SIZE_KEYS.items()},
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
@@ -286,80 +253,8 @@ class ModelConfig:
         }
 
 
-def read_eos_token_ids(value: Any) -> tuple[int, ...]:
-    """Return `eos_token_id` (null, a number or a list) as a tuple."""
-    if value is None:
-        return ()
-    return tuple(value) if _is_list(value) else (value,)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _required(config: Mapping[str, Any], name: str, most: int) -> int:
-    if config.get(name) is None:
-        raise ValueError(f"config.json has no {name}")
-    check_integer(name, config[name], 1, most)
-    return config[name]
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    hidden_act = config.get("hidden_act", "silu")
-    if hidden_act not in ("silu", "swish"):
-        raise ValueError(f"{hidden_act=} is not supported; supported: 'silu'")
-    if config.get("mlp_bias"):
-        raise ValueError("mlp_bias=True is not supported; supported: False")
-    quantization = config.get("quantization_config")
-    if quantization and not _is_of_the_cache_only(quantization):
-        raise ValueError(
-            "quantization_config is not supported: the weights must be floats,"
-            " only the KV cache may be 8-bit floats"
-        )
-
-
-def _is_of_the_cache_only(quantization: Any) -> bool:
-    """Whether a `quantization_config` quantizes the KV cache to float8, and no weights."""
-    if not isinstance(quantization, Mapping):
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    if not isinstance(scheme, Mapping) or quantization.get("config_groups"):
-        return False
-    is_float8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
-    return is_float8 and not quantization.get("quant_algo")
-
-
-def _read_sliding_windows(
-    config: Mapping[str, Any], architecture: str, num_layers: int
-) -> tuple[int | None, ...]:
-    """Windows of the layers: from `layer_types` if it is given, else the architecture's rule."""
-    qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-    default = None if architecture == "LlamaForCausalLM" else 4096
-    window = config.get("sliding_window", default)
-    if qwen and not config.get("use_sliding_window", False):
-        window = None
-    layer_types = config.get("layer_types")
-    if layer_types is None and (window is None or architecture == "LlamaForCausalLM"):
-        return ()
-    if layer_types is not None:
-        if not _is_list(layer_types) or len(layer_types) != num_layers:
-            raise ValueError(f"{layer_types=} must name the attention of {num_layers=}")
-        for layer_type in layer_types:
-            if layer_type not in ("full_attention", "sliding_attention"):
-                raise ValueError(
-                    f"{layer_type=} is not supported;"
-                    " supported: 'full_attention', 'sliding_attention'"
-                )
-        windowed = [layer_type == "sliding_attention" for layer_type in layer_types]
-        if any(windowed) and window is None:
-            raise ValueError("layer_types has 'sliding_attention', but no sliding_window is in use")
-    elif qwen:
-        max_window_layers = config.get("max_window_layers", 28)
-        check_integer("max_window_layers", max_window_layers, 0)
-        windowed = [layer >= max_window_layers for layer in range(num_layers)]
-    else:
-        windowed = [True] * num_layers
-    return tuple(window if sliding else None for sliding in windowed) if any(windowed) else ()
+def _default(name: str) -> Any:
+    return ModelConfig.__dataclass_fields__[name].default
 
 
 def is_vocab_sharded(vocab_size: int) -> bool:

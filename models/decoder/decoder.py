@@ -30,6 +30,7 @@ from models.decoder.modules import (
     Linear,
     RMSNorm,
     identity,
+    norm_of,
     residual_stddev,
 )
 from models.decoder.rotary import Rotation, rotation
@@ -43,6 +44,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.sliding_window = config.sliding_windows[layer] if config.sliding_windows else None
+        self.sinks = nnx.Param(jnp.zeros(config.num_q_heads, dtype)) if config.sinks else None
         q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
         hidden_size, stddev = config.hidden_size, residual_stddev(config)
         # Each KV head has its query heads, its K and its V.
@@ -61,42 +63,61 @@ class Attention(nnx.Module):
             rngs=rngs,
         )
 
-        def head_norm() -> RMSNorm | None:
-            norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-            return norm if config.qk_norm else None
+        def head_norm(num_heads: int) -> RMSNorm | None:
+            if config.qk_norm_over_heads:
+                return norm_of(
+                    config, kv_heads, num_heads // kv_heads, config.head_dim, dtype=dtype
+                )
+            return norm_of(config, config.head_dim, dtype=dtype) if config.qk_norm else None
 
-        self.q_norm, self.k_norm = head_norm(), head_norm()
+        self.q_norm, self.k_norm = head_norm(q_heads), head_norm(kv_heads)
 
     def __call__(
         self, qkv: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
     ) -> tuple[jax.Array | UnmergedAttention, LayerCache | None]:
         """Attend with the product of `qkv_proj`; that of `o_proj` comes after."""
-        window = self.sliding_window
-        how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
-        for name in ("q_norm", "k_norm"):
-            norm = getattr(self, name)
-            how[name] = None if norm is None else norm.weight[...]
+        config = self.config
+        options: dict[str, Any] = {
+            "sm_scale": config.sm_scale,
+            "soft_cap": config.attention_soft_cap,
+            "sinks": None if self.sinks is None else self.sinks[...].astype(jnp.float32),
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        options["sliding_window"] = self.sliding_window
+        how: dict[str, Any] = {"rotation": rotation, "eps": config.rms_norm_eps}
         qkv = qkv.reshape(*qkv.shape[:-1], *self.qkv_proj.weight.shape[:-1])
+        if config.qk_norm_over_heads:
+            assert self.q_norm is not None and self.k_norm is not None
+            qkv = _norm_over_heads(qkv, self.q_norm, self.k_norm)
+        else:
+            for name in ("q_norm", "k_norm"):
+                norm = getattr(self, name)
+                how[name] = None if norm is None else norm.weight[...]
         if isinstance(attend, FusedAttend):
-            out, cache = attend.fused(qkv, cache, **how, sliding_window=window, unmerged=True)
+            out, cache = attend.fused(qkv, cache, **how, **options, unmerged=True)
             if isinstance(out, UnmergedAttention):
                 return out, cache
         else:
-            out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
+            out, cache = attend(*pp.split_qkv(qkv, **how), cache, **options)
         return out.reshape(*out.shape[:-2], -1), cache
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each normed before and added after."""
+    """Attention and MLP, each normed before or after, or both, and added."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.has_post_norms = config.post_norms
+        norm = partial(norm_of, config, config.hidden_size, dtype=dtype)
+        self.input_layernorm = norm() if config.pre_norms else None
         attention = Attention if config.latent is None else LatentAttention
         self.self_attn = attention(config, layer, dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
+        # Hugging Face's name of the norm before the MLP, or, with post norms, of that of attention.
+        self.post_attention_layernorm = norm()
+        both = config.pre_norms and config.post_norms
+        self.pre_feedforward_layernorm = norm() if both else None
+        self.post_feedforward_layernorm = norm() if config.post_norms else None
         self.mlp: MLP | SparseMLP
-        if config.experts is None or layer < config.experts.first_k_dense_replace:
+        if config.experts is None or layer in config.experts.dense_layers:
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype, rngs=rngs)
         else:
             self.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)
@@ -108,11 +129,7 @@ class DecoderLayer(nnx.Module):
 
     def qkv(self, x: jax.Array) -> jax.Array:
         """Norm the residual [..., E] and multiply, for the attention of the first layer."""
-        out, proj = self.input_layernorm(x), self.qkv_proj
-        if proj is None:
-            return out
-        out = out @ proj.matrix.T
-        return out if proj.vector is None else out + proj.vector
+        return _product(_normed(x, self.input_layernorm), self.qkv_proj)
 
     def __call__(
         self,
@@ -122,17 +139,18 @@ class DecoderLayer(nnx.Module):
         attend: Attend,
         cache: LayerCache | None,
         dropout: Dropout,
-        out_norm: RMSNorm,
+        out_norm: RMSNorm | None,
         qkv_proj: Linear | None,
     ) -> tuple[jax.Array, Residual, LayerCache | None]:
         """Run from the qkv of this layer to that of the next, or to the final norm."""
         attn, mlp = self.self_attn, self.mlp
         attended, cache = attn(qkv, rotation, attend, cache)
-        if isinstance(mlp, SparseMLP):
-            assert qkv_proj is None and not isinstance(attended, UnmergedAttention)
-            x, normed = self._after_attention(attended, residual.x, attend, dropout)
-            x = x + dropout(mlp(normed))
-            return out_norm(x), replace(residual, x=x), cache
+        if isinstance(mlp, SparseMLP) or mlp.activation != "silu" or self.has_post_norms:
+            if isinstance(attended, UnmergedAttention):
+                attended = attended.merged()
+            x, out = self._separately(attended, residual.x, attend, dropout, out_norm)
+            return _product(out, qkv_proj), replace(residual, x=x), cache
+        assert out_norm is not None
         weights = BlockWeights(
             o=attn.o_proj.matrix,
             o_bias=attn.o_proj.vector,
@@ -153,15 +171,28 @@ class DecoderLayer(nnx.Module):
         )
         return out, residual, cache
 
-    def _after_attention(
-        self, attended: jax.Array, x: jax.Array, attend: Attend, dropout: Dropout
+    def _separately(
+        self,
+        attended: jax.Array,
+        x: jax.Array,
+        attend: Attend,
+        dropout: Dropout,
+        out_norm: RMSNorm | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Add the product of `o_proj` to the residual, and return its norm, too."""
-        weight, norm = self.self_attn.o_proj.matrix, self.post_attention_layernorm
-        if isinstance(attend, ParallelAttend) and dropout is identity:
-            return attend.row_linear_norm(attended, weight, x, norm.weight[...], norm.eps)
-        x = x + dropout(attended @ weight.T)
-        return x, norm(x)
+        """Do what `between_attentions` does, up to its last norm, for layers that it can't do."""
+        after_attention: RMSNorm | None = None
+        mlp_norm: RMSNorm | None = self.post_attention_layernorm
+        if self.has_post_norms:
+            after_attention, mlp_norm = mlp_norm, self.pre_feedforward_layernorm
+        x, normed = _add(
+            attended, self.self_attn.o_proj, x, after_attention, mlp_norm, attend, dropout
+        )
+        after_mlp = self.post_feedforward_layernorm
+        if isinstance(self.mlp, MLP):
+            features = self.mlp.features(normed)
+            return _add(features, self.mlp.down_proj, x, after_mlp, out_norm, attend, dropout)
+        x = x + dropout(_normed(self.mlp(normed), after_mlp))
+        return x, _normed(x, out_norm)
 
 
 class Decoder(nnx.Module):
@@ -174,7 +205,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(
             [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
-        self.norm = RMSNorm(hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = norm_of(config, hidden_size, dtype=dtype)
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -211,6 +242,9 @@ class Decoder(nnx.Module):
         if cache is not None and len(cache) != num_layers:
             raise ValueError(f"{len(cache)=} must equal {num_layers=}")
         angles = rotation(positions, self.config, whole_rows=cache is None)
+        window_angles = angles
+        if self.config.window_rope_theta is not None:
+            window_angles = rotation(positions, self.config.of_windows())
 
         def run(
             structure: nnx.GraphDef,
@@ -220,7 +254,9 @@ class Decoder(nnx.Module):
             layer_cache: LayerCache | None,
         ) -> tuple[jax.Array, Residual, LayerCache | None]:
             layer, *after = nnx.merge(structure, weights)
-            return layer(qkv, residual, angles, attend, layer_cache, dropout, *after)
+            has_window = self.config.latent is None and layer.self_attn.sliding_window is not None
+            turned = window_angles if has_window else angles
+            return layer(qkv, residual, turned, attend, layer_cache, dropout, *after)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
@@ -229,9 +265,12 @@ class Decoder(nnx.Module):
         embed: Callable[[jax.Array], jax.Array] = self.embed_tokens
         if isinstance(attend, ParallelAttend) and is_vocab_sharded(self.config.vocab_size):
             embed = partial(attend.embed, table=self.embed_tokens.weight[...])
-        residual = Residual(x=dropout(embed(tokens)))  # [..., E]
+        x = embed(tokens)  # [..., E]
+        if self.config.embedding_scale is not None:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        residual = Residual(x=dropout(x))
         out = self.layers[0].qkv(residual.x)
-        after: list[tuple[RMSNorm, Linear | None]] = [
+        after: list[tuple[RMSNorm | None, Linear | None]] = [
             (layer.input_layernorm, layer.qkv_proj) for layer in self.layers[1:]
         ]
         after.append((self.norm, None))
@@ -247,7 +286,58 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return jnp.matmul(hidden, head.weight[...].T, preferred_element_type=jnp.float32)
+        logits = jnp.matmul(hidden, head.weight[...].T, preferred_element_type=jnp.float32)
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _add(
+    x: jax.Array,
+    proj: Linear,
+    residual: jax.Array,
+    post_norm: RMSNorm | None,
+    out_norm: RMSNorm | None,
+    attend: Attend,
+    dropout: Dropout,
+) -> tuple[jax.Array, jax.Array]:
+    """Add a branch, the product of x with a row-parallel weight; return that and its norm."""
+    if isinstance(attend, ParallelAttend) and dropout is identity:
+        if post_norm is None and proj.bias is None and out_norm is not None:
+            norm, eps = out_norm.weight[...], out_norm.eps
+            return attend.row_linear_norm(x, proj.matrix, residual, norm, eps)
+        x = attend.row_linear(x, proj.matrix)
+    else:
+        x = x @ proj.matrix.T
+    if proj.vector is not None:
+        x = x + proj.vector
+    residual = residual + dropout(_normed(x, post_norm))
+    return residual, _normed(residual, out_norm)
+
+
+def _normed(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+def _product(x: jax.Array, proj: Linear | None) -> jax.Array:
+    if proj is None:
+        return x
+    x = x @ proj.matrix.T
+    return x if proj.vector is None else x + proj.vector
+
+
+def _norm_over_heads(qkv: jax.Array, q_norm: RMSNorm, k_norm: RMSNorm) -> jax.Array:
+    """Norm all query heads of qkv [..., Hkv, G + 2, D] together, and all keys.
+
+    Weights are [Hkv, G, D] and [Hkv, 1, D].
+    """
+    parts = qkv[..., :-2, :], qkv[..., -2:-1, :]
+    normed = []
+    for x, norm in zip(parts, (q_norm, k_norm), strict=True):
+        x32 = x.astype(jnp.float32)
+        squares = jnp.mean(x32 * x32, axis=(-3, -2, -1), keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(squares + norm.eps) * norm.weight[...].astype(jnp.float32)
+        normed.append(x32.astype(x.dtype))
+    return jnp.concatenate([*normed, qkv[..., -1:, :]], axis=-2)
 
 
 def _fuse_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

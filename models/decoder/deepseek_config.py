@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.decoder.experts_config import ExpertsConfig
 from models.decoder.rope_scaling import RopeScaling, YarnRopeScaling, check_positive, yarn_mscale
 from pallas_paged.checks import check_integer
 
@@ -43,16 +44,17 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
+_ONLY_OF_BOTH = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 # What a file may say, and must then say so.
-_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     V2: {
+        **_ONLY_OF_BOTH,
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": ("softmax",),
         "norm_topk_prob": (False,),  # transformers ignores it
     },
-    V3: {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    V3: {**_ONLY_OF_BOTH, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
-_ONLY_OF_BOTH = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,55 +100,6 @@ class LatentConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """A mixture of experts.
-
-    Attributes:
-        n_routed_experts, num_experts_per_tok: experts, and how many are chosen for a token.
-        n_shared_experts: what all tokens go through is as large as this number of experts.
-        moe_intermediate_size: features of an expert.
-        first_k_dense_replace: layers before the first with experts.
-        n_group, topk_group: groups of experts, and how many of them a token may choose from.
-        norm_topk_prob: whether the weights of the chosen experts add up to 1 before the scaling.
-        routed_scaling_factor: of the weights.
-        is_sigmoid: whether scores are sigmoids, and a bias takes part in the choice: V3's rule.
-            Otherwise they are a softmax, as V2's.
-    """
-
-    n_routed_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    n_shared_experts: int
-    first_k_dense_replace: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    is_sigmoid: bool
-
-    @property
-    def shared_size(self) -> int:
-        """Features of the shared experts."""
-        return self.moe_intermediate_size * self.n_shared_experts
-
-    def __post_init__(self) -> None:
-        for name in ("n_routed_experts", "moe_intermediate_size", "n_group", "topk_group"):
-            check_integer(name, getattr(self, name), 1, _MAX_SIZE)
-        for name in ("n_shared_experts", "first_k_dense_replace"):
-            check_integer(name, getattr(self, name), 0, _MAX_SIZE)
-        check_positive("routed_scaling_factor", self.routed_scaling_factor)
-        n_routed_experts, n_group, topk_group = self.n_routed_experts, self.n_group, self.topk_group
-        if n_routed_experts % n_group:
-            raise ValueError(f"{n_routed_experts=} must be a multiple of {n_group=}")
-        if topk_group > n_group:
-            raise ValueError(f"{topk_group=} must be at most {n_group=}")
-        in_group = n_routed_experts // n_group
-        if self.is_sigmoid and n_group > 1 and in_group < 2:
-            raise ValueError(f"{n_group=} of {n_routed_experts=} must have 2 experts each")
-        check_integer("num_experts_per_tok", self.num_experts_per_tok, 1, in_group * topk_group)
-
-
 def read_latent(
     config: Mapping[str, Any], architecture: str, scaling: RopeScaling | None
 ) -> LatentConfig:
@@ -160,7 +113,6 @@ def read_latent(
     Raises:
         ValueError: a size is out of range, or a feature is not supported.
     """
-    _check_only(config, _ONLY_OF_BOTH)
     sizes = _keys(config, _LATENT)
     factor = 1.0
     if isinstance(scaling, YarnRopeScaling):
@@ -178,7 +130,9 @@ def read_latent(
     return LatentConfig(**sizes, sm_scale=scale, rope_interleave=bool(interleave))
 
 
-def read_experts(config: Mapping[str, Any], architecture: str) -> ExpertsConfig | None:
+def read_experts(
+    config: Mapping[str, Any], architecture: str, num_layers: int
+) -> ExpertsConfig | None:
     """Read the sizes of a mixture of experts; None where there is none.
 
     Raises:
@@ -187,20 +141,15 @@ def read_experts(config: Mapping[str, Any], architecture: str) -> ExpertsConfig 
     sizes = _keys(config, _EXPERTS[architecture])
     if sizes["n_routed_experts"] is None:
         return None
-    _check_only(config, _ONLY[architecture])
     if architecture == V2 and config.get("topk_method", "greedy") == "greedy":
         sizes |= {"n_group": 1, "topk_group": 1}
-    sizes |= {name: sizes[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")}
+    first_sparse = sizes.pop("first_k_dense_replace") or 0
+    check_integer("first_k_dense_replace", first_sparse, 0)
+    sizes["dense_layers"] = tuple(range(min(first_sparse, num_layers)))
+    sizes["n_shared_experts"] = sizes["n_shared_experts"] or 0
     sizes["norm_topk_prob"] = bool(sizes["norm_topk_prob"])
     return ExpertsConfig(**sizes, is_sigmoid=architecture == V3)
 
 
 def _keys(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config.get(name, default) for name, default in defaults.items()}
-
-
-def _check_only(config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, values in only.items():
-        value = config.get(name)
-        if value is not None and value not in values:
-            raise ValueError(f"{name}={value!r} is not supported; supported: {values}")

@@ -1,6 +1,8 @@
-"""Mixtures of experts of DeepSeek V2 and V3: a router, its experts, and shared ones beside."""
+"""Mixtures of experts: a router, its experts, and shared ones beside."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from models.decoder.config import ModelConfig
-from models.decoder.deepseek_config import ExpertsConfig
-from models.decoder.modules import MLP, Linear, normal, residual_stddev, swiglu
+from models.decoder.experts_config import ExpertsConfig
+from models.decoder.modules import MLP, Linear, gated, normal, residual_stddev
 
 # Tokens at a time: features of all experts are in memory for each of them.
 _BLOCK = 256
+_CLAMPED_SLOPE = 1.702  # of the sigmoid of gpt-oss
 
 
 class Router(nnx.Module):
@@ -24,6 +27,7 @@ class Router(nnx.Module):
         self.config: ExpertsConfig = config.experts
         num_experts = config.experts.n_routed_experts
         self.weight = nnx.Param(normal(rngs, (num_experts, config.hidden_size), 0.02, dtype))
+        self.bias = nnx.Param(jnp.zeros(num_experts, dtype)) if self.config.bias else None
         # It moves which experts are chosen, so it is f32 whatever the dtype of the others is.
         bias = jnp.zeros(num_experts, jnp.float32)
         self.e_score_correction_bias = nnx.Param(bias) if self.config.is_sigmoid else None
@@ -36,6 +40,8 @@ class Router(nnx.Module):
             self.weight[...].astype(jnp.float32).T,
             precision=lax.Precision.HIGHEST,  # TF32 would choose others
         )
+        if self.bias is not None:
+            logits += self.bias[...].astype(jnp.float32)
         scores = jax.nn.sigmoid(logits) if config.is_sigmoid else jax.nn.softmax(logits)
         choice = scores
         if self.e_score_correction_bias is not None:
@@ -53,32 +59,38 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """SwiGLUs of one size, whose weights are two matrices."""
+    """Gated MLPs of one size, whose weights are two matrices."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         assert config.experts is not None
         hidden_size, size = config.hidden_size, config.experts.moe_intermediate_size
         num_experts = config.experts.n_routed_experts
-        self.gate_up_proj = Linear(hidden_size, num_experts, size, 2, dtype=dtype, rngs=rngs)
-        stddev, shape = residual_stddev(config), (hidden_size, num_experts)
-        self.down_proj = Linear(size, *shape, stddev=stddev, dtype=dtype, rngs=rngs)
+        self.activation, self.limit = config.activation, config.experts.swiglu_limit
+        linear = partial(Linear, bias=config.experts.bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = linear(hidden_size, num_experts, size, 2)
+        stddev = residual_stddev(config)
+        self.down_proj = linear(size, hidden_size, num_experts, stddev=stddev)
 
     def __call__(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Tokens [T, E] and their weights f32[T, X] to the weighted sums [T, E].
 
-        All experts compute all tokens, as one SwiGLU whose features are 0 where an expert has no
+        All experts compute all tokens, as one MLP whose features are 0 where an expert has no
         weight.
         """
         down = self.down_proj.weight[...].reshape(x.shape[-1], -1)
+        gate_up_bias, down_bias = self.gate_up_proj.vector, self.down_proj.bias
 
         def run(block: tuple[jax.Array, jax.Array]) -> jax.Array:
             x, weights = block
-            features = swiglu(x @ self.gate_up_proj.matrix.T)
-            features = features.reshape(*weights.shape, -1)
-            weights = weights[..., None]
+            gate_up = x @ self.gate_up_proj.matrix.T
+            if gate_up_bias is not None:
+                gate_up = gate_up + gate_up_bias
+            features = self._gated(gate_up).reshape(*weights.shape, -1)
             # Selected, because an infinite feature times 0 is NaN.
-            features = jnp.where(weights != 0, features * weights.astype(x.dtype), 0)
-            return features.reshape(len(x), -1) @ down.T
+            chosen, weights = weights[..., None] != 0, weights.astype(x.dtype)
+            features = jnp.where(chosen, features * weights[..., None], 0)
+            out = features.reshape(len(x), -1) @ down.T
+            return out if down_bias is None else out + weights @ down_bias[...].T
 
         num_tokens = len(x)
         if num_tokens <= _BLOCK:
@@ -89,6 +101,15 @@ class Experts(nnx.Module):
             for y in (x, weights)
         )
         return lax.map(run, blocks).reshape(-1, x.shape[-1])[:num_tokens]
+
+    def _gated(self, gate_up: jax.Array) -> jax.Array:
+        """Pairs of gate and up [T, X * F * 2] to features [T, X * F]."""
+        if self.limit is None:
+            return gated(gate_up, self.activation)
+        pairs = gate_up.reshape(len(gate_up), -1, 2)
+        gate = jnp.minimum(pairs[..., 0], self.limit)
+        up = jnp.clip(pairs[..., 1], -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate)
 
 
 class SparseMLP(nnx.Module):

@@ -1,9 +1,10 @@
-"""Modules that all layers of a decoder are made of: products, embeddings, norms, SwiGLU."""
+"""Modules that all layers of a decoder are made of: products, embeddings, norms, MLPs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,10 @@ from models.decoder.config import ModelConfig
 from pallas_paged.decoder.rms_norm import rms_norm
 
 Dropout = Callable[[jax.Array], jax.Array]
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -61,19 +66,27 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in f32."""
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+    def __init__(self, *shape: int, eps: float, dtype: DTypeLike):
         self.eps = eps
-        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.weight = nnx.Param(jnp.ones(shape, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], self.eps)
 
 
+def norm_of(config: ModelConfig, *shape: int, dtype: DTypeLike) -> RMSNorm:
+    """A norm with weights of this shape, and the decoder's epsilon."""
+    # Where files have what is added to 1, the sum in bf16 would lose bits.
+    dtype = jnp.float32 if config.norm_offset else dtype
+    return RMSNorm(*shape, eps=config.rms_norm_eps, dtype=dtype)
+
+
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). A dense layer's runs in `between_attentions`."""
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden_size = config.hidden_size
+        self.activation = config.activation
         self.gate_up_proj = Linear(hidden_size, size, 2, dtype=dtype, rngs=rngs)
         weight = self.gate_up_proj.weight  # drawn as all of gate, then up
         weight[...] = weight[...].reshape(2, size, hidden_size).swapaxes(0, 1)
@@ -81,15 +94,18 @@ class MLP(nnx.Module):
             size, hidden_size, stddev=residual_stddev(config), dtype=dtype, rngs=rngs
         )
 
+    def features(self, x: jax.Array) -> jax.Array:
+        """What `down_proj` multiplies."""
+        return gated(x @ self.gate_up_proj.matrix.T, self.activation)
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = x @ self.gate_up_proj.matrix.T
-        return swiglu(gate_up) @ self.down_proj.matrix.T
+        return self.features(x) @ self.down_proj.matrix.T
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Pairs of gate and up [..., 2 * F] to silu(gate) * up [..., F]."""
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """Pairs of gate and up [..., 2 * F] to activation(gate) * up [..., F]."""
     pairs = gate_up.reshape(*gate_up.shape[:-1], -1, 2)
-    return jax.nn.silu(pairs[..., 0]) * pairs[..., 1]
+    return _ACTIVATIONS[activation](pairs[..., 0]) * pairs[..., 1]
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> jax.Array:

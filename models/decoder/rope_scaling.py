@@ -11,6 +11,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 from pallas_paged.checks import check_integer
@@ -125,12 +126,22 @@ _CLASSES: dict[str, type[RopeScaling]] = {x.rope_type: x for x in get_args(RopeS
 
 
 def read_rope(
-    config: Mapping[str, Any], max_position_embeddings: int
-) -> tuple[float, RopeScaling | None]:
-    """Read the rotary base and scaling of a `config.json`.
+    config: Mapping[str, Any],
+    max_position_embeddings: int,
+    *,
+    partial: bool = False,
+    rope_types: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[float, RopeScaling | None, float]:
+    """Read the rotary base and scaling of a `config.json`, and the rotated part of each head.
 
     These are "rope_theta" and "rope_scaling" of transformers 4, "rope_parameters" of transformers
     5. As there, "rope_scaling" wins where both are given: people add it for longer contexts.
+
+    Args:
+        config: the contents of a `config.json`.
+        max_position_embeddings: of the model, without what is read here.
+        partial: whether the part may be less than 1.
+        rope_types: other names of rope types.
 
     Raises:
         ValueError: the scaling is not supported, or one of its numbers is missing or out of range.
@@ -139,15 +150,19 @@ def read_rope(
     rope = _one_dict(config, "rope_scaling") or newer
     theta = rope.get("rope_theta", newer.get("rope_theta", config.get("rope_theta", 10000.0)))
     partial_rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial_rotary_factor not in (None, 1):
+    if partial_rotary_factor is None:
+        partial_rotary_factor = 1.0
+    if partial_rotary_factor != 1 and not partial:
         raise ValueError(f"{partial_rotary_factor=} is not supported; supported: 1")
+    check_positive("partial_rotary_factor", partial_rotary_factor)
     rope_type = rope.get("rope_type", rope.get("type"))
+    rope_type = rope_types.get(rope_type, rope_type)
     if rope_type is None:
         if rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
             raise ValueError(f"rope_scaling={dict(rope)} has no rope_type")
         rope_type = "default"
     if rope_type == "default":
-        return theta, None
+        return theta, None, partial_rotary_factor
     if rope_type not in _CLASSES:
         supported = ", ".join(["default", *_CLASSES])
         raise ValueError(f"{rope_type=} is not supported; supported: {supported}")
@@ -158,7 +173,8 @@ def read_rope(
     if original is None or rope_type == "dynamic":
         original = max_position_embeddings
     check_integer("original_max_position_embeddings", original, 1)
-    return theta, _scaling(rope_type, rope, original, max_position_embeddings / original)
+    scaling = _scaling(rope_type, rope, original, max_position_embeddings / original)
+    return theta, scaling, partial_rotary_factor
 
 
 def _scaling(rope_type: str, rope: Mapping[str, Any], original: int, growth: float) -> RopeScaling:

@@ -35,6 +35,8 @@ def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return how a parameter is sharded, by its path in the decoder."""
     module = path[-2]
     axis = _SHARDED_AXES.get(module)
+    if path[-1] == "sinks" or (module in ("q_norm", "k_norm") and len(shape) == 3):
+        axis = 0  # heads
     if module in ("embed_tokens", "lm_head") and not is_vocab_sharded(shape[0]):
         axis = None
     if axis is None or axis >= len(shape):
@@ -66,8 +68,8 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
         num_kv_heads=config.num_kv_heads,
         num_devices=num_devices,
     )
-    intermediate_size = config.intermediate_size
-    if intermediate_size % num_devices:
+    intermediate_size, experts = config.intermediate_size, config.experts
+    if intermediate_size % num_devices and (experts is None or experts.dense_layers):
         raise ValueError(f"{intermediate_size=} must be a multiple of {num_devices=}")
     if config.experts is not None:
         n_routed_experts, shared_size = config.experts.n_routed_experts, config.experts.shared_size
@@ -105,6 +107,14 @@ def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
             q = heads[:, :-2].reshape(config.num_kv_heads, -1, *heads.shape[2:])
             kv = jnp.repeat(heads[:, -2:], repeats, axis=0)
             param = param.replace(jnp.concatenate([q, kv], axis=1))
+        elif path[-2] in ("q_norm", "k_norm") and len(param.shape) == 3:
+            norms = param.get_value()  # [Hkv, Hq / Hkv, D], or of K [Hkv, 1, D]
+            norms = (
+                norms.reshape(config.num_kv_heads, -1, norms.shape[-1])
+                if path[-2] == "q_norm"
+                else jnp.repeat(norms, repeats, axis=0)
+            )
+            param = param.replace(norms)
         params.append((path, param))
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, nnx.from_flat_state(params))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from models.decoder.config import ModelConfig
 from models.decoder.deepseek_config import LatentConfig
 from models.decoder.sharding import param_spec
+from models.decoder.stored_experts import read_stacked_experts, tensors_of_experts
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -25,21 +27,61 @@ _FUSED = {
     "k_up_proj": ("kv_b_proj",),  # a part of its rows
     "v_up_proj": ("kv_b_proj",),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How the files of a family differ from Llama's.
+
+    Attributes:
+        names: other names of modules.
+        is_fused: whether q, k and v are one tensor, and gate and up.
+        has_stacked_experts: whether a layer's experts are one tensor.
+        is_mxfp4: whether the weights of these experts are MXFP4.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    is_fused: bool = False
+    has_stacked_experts: bool = False
+    is_mxfp4: bool = False
+
+
+FORMS = {  # by `ModelConfig.stored_as`
+    "llama": Form(),
+    "phi3": Form(is_fused=True),
+    "mixtral": Form(
+        names=dict(mlp="block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")
+    ),
+    "gpt_oss": Form(names=dict(gate="router"), has_stacked_experts=True),
+    "gpt_oss_mxfp4": Form(names=dict(gate="router"), has_stacked_experts=True, is_mxfp4=True),
+}
 # Projections of latent attention, by heads or with rotary rows.
 _LATENT = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_up_proj", "v_up_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A stored tensor, read on demand."""
+    """A stored tensor, or some of its rows, read on demand."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    first_row: int = 0
+
+    def split(self, *sizes: int) -> list[Tensor]:
+        """Return parts of this many rows each."""
+        starts = itertools.accumulate(sizes, initial=self.first_row)
+        return [
+            replace(self, shape=(size, *self.shape[1:]), first_row=start)
+            for size, start in zip(sizes, starts, strict=False)
+        ]
 
     def read(self, *index: slice) -> np.ndarray:
         """Return a part of the tensor."""
+        if index:
+            start, stop, _ = index[0].indices(self.shape[0])
+            index = (slice(self.first_row + start, self.first_row + stop), *index[1:])
         # Opened for each read: pages of a file that stays mapped would count as memory in use.
         with safe_open(self.file, framework="numpy") as opened:
             return opened.get_slice(self.name)[index] if index else opened.get_tensor(self.name)
@@ -49,15 +91,28 @@ def tensors_of(
     path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of the stored tensors that make a parameter."""
-    prefix = "" if path[0] == "lm_head" else "model."
+    form = FORMS[config.stored_as]
     *parents, module, leaf = path
     parts = _FUSED.get(str(module), (str(module),))
+
+    def name_of(*names: Any) -> str:
+        names = tuple(form.names.get(name, str(name)) for name in names)
+        return ".".join(names if path[0] == "lm_head" else ("model", *names))
+
+    if "experts" in path and form.has_stacked_experts:
+        name = name_of(*parents, module)
+        yield from tensors_of_experts(name, str(leaf), shape, mxfp4=form.is_mxfp4)
+        return
     if "experts" in path:  # [X, F, 2, E], or of down [E, X, F]
         num_experts, stored = shape[0], shape[1::2]
         if len(shape) == 3:
             num_experts, stored = shape[1], shape[::2]
         for expert, part in itertools.product(range(num_experts), parts):
-            yield prefix + ".".join(map(str, (*parents, expert, part, leaf))), stored
+            yield name_of(*parents, expert, part, leaf), stored
+        return
+    if form.is_fused and module in ("qkv_proj", "gate_up_proj"):
+        rows = sum(_fused_rows(str(module), shape, config))
+        yield name_of(*path), (rows, *shape[3 if module == "qkv_proj" else 2 :])
         return
     for part in parts:
         stored = (shape[0], *shape[2:]) if module == "gate_up_proj" else shape
@@ -66,7 +121,10 @@ def tensors_of(
             stored = heads * config.head_dim, *shape[3:]
         elif config.latent is not None and module in _LATENT and len(shape) == 3:
             stored = shape[0] * _rows_of_head(str(module), config.latent), shape[2]
-        yield prefix + ".".join(map(str, (*parents, part, leaf))), stored
+        elif part in ("q_norm", "k_norm") and len(shape) == 3:  # over all heads
+            heads = config.num_q_heads if part == "q_norm" else config.num_kv_heads
+            stored = (heads * config.head_dim,)
+        yield name_of(*parents, part, leaf), stored
 
 
 def read_param(
@@ -78,11 +136,16 @@ def read_param(
     config: ModelConfig,
 ) -> jax.Array:
     """Read a parameter of this shape from the tensors that it is made of."""
-    module = str(path[-2])
-    if path[-1] == "e_score_correction_bias":
+    module, form = str(path[-2]), FORMS[config.stored_as]
+    offset = config.norm_offset if module.endswith("norm") else 0.0
+    if path[-1] == "e_score_correction_bias" or offset:
         dtype = np.float32
+    if form.is_fused and module in ("qkv_proj", "gate_up_proj"):
+        parts = parts[0].split(*_fused_rows(module, shape, config))
 
     def read(index: Any) -> np.ndarray:  # a slice of each axis
+        if "experts" in path and form.has_stacked_experts:
+            return read_stacked_experts(parts, module, index, shape, dtype)
         if "experts" in path:
             return _read_experts(parts, index, shape, dtype)
         if config.latent is not None and module in _LATENT:
@@ -92,7 +155,9 @@ def read_param(
             return _read_heads(parts, index[0], shape, dtype)
         if module == "gate_up_proj":
             return _read_pairs(parts, index[0], shape, dtype)
-        return parts[0].read(*index).astype(dtype, copy=False)
+        if module in ("q_norm", "k_norm") and len(shape) == 3:
+            return _read_head_norms(parts[0], index[0], shape).astype(dtype, copy=False) + offset
+        return parts[0].read(*index).astype(dtype, copy=False) + np.asarray(offset, dtype)
 
     if mesh is None:
         return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
@@ -116,6 +181,23 @@ def _read_heads(
     for column, part in ((groups, k), (groups + 1, v)):
         value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
     return value
+
+
+def _fused_rows(module: str, shape: tuple[int, ...], config: ModelConfig) -> list[int]:
+    """Return the rows of q, k and v, or of gate and up, in the one tensor of a file."""
+    if module == "gate_up_proj":
+        return [shape[0]] * 2
+    kv_rows = config.num_kv_heads * config.head_dim
+    return [config.num_q_heads * config.head_dim, kv_rows, kv_rows]
+
+
+def _read_head_norms(part: Tensor, heads: slice, shape: tuple[int, ...]) -> np.ndarray:
+    """Read the norms of these KV heads, or of their query heads, of this shape [Hkv, G, D]."""
+    start, stop, _ = heads.indices(shape[0])
+    repeats = math.prod(shape) // part.shape[0]  # of KV heads on several devices
+    stored, size = np.arange(start, stop) // repeats, shape[1] * shape[2]
+    value = part.read(slice(int(stored[0]) * size, int(stored[-1] + 1) * size))
+    return value.reshape(-1, *shape[1:])[stored - stored[0]]
 
 
 def _read_pairs(

@@ -25,7 +25,7 @@ from tests.support.marks import slow
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHAKESPEARE = Path(__file__).parents[3] / "models" / "checkpoints" / "shakespeare"
-NAMES = ["llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3"]
+NAMES = ["llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral"]
 TOKENS = np.arange(18, dtype=np.int32).reshape(2, 9)
 pytestmark = pytest.mark.usefixtures("exact_products")
 

@@ -115,11 +115,8 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
     )
     assert (v2.latent.q_lora_rank, v2.latent.kv_lora_rank, v2.latent.v_head_dim) == (1536, 512, 128)
     assert (v2.experts.n_routed_experts, v2.experts.moe_intermediate_size) == (64, 1407)
-    assert (v3.experts.n_group, v3.experts.topk_group, v3.experts.first_k_dense_replace) == (
-        8,
-        4,
-        3,
-    )
+    assert (v3.experts.n_group, v3.experts.topk_group) == (8, 4)
+    assert v3.experts.dense_layers == (0, 1, 2)
     assert v3.experts.routed_scaling_factor == 2.5
     assert (v2.max_position_embeddings, v3.max_position_embeddings) == (2048, 4096)
     assert (v2.eos_token_ids, v3.eos_token_ids) == ((2,), (1,))
@@ -156,8 +153,6 @@ def test_switches_of_other_attention_are_refused():
     config = ModelConfig.from_hugging_face(config_of(V2))
     with pytest.raises(ValueError, match="qk_norm=True is not supported with latent attention"):
         replace(config, qk_norm=True)
-    with pytest.raises(ValueError, match="experts must be None without latent attention"):
-        replace(config, latent=None)
     with pytest.raises(ValueError, match=r"head_dim=16 must be 20"):
         replace(config, head_dim=16)
 

@@ -1,0 +1,77 @@
+"""Experts of gpt-oss as its files have them: all of a layer in one tensor, or in MXFP4 blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+# What the four bits of an e2m1 mean: a sign, two bits of exponent, one of mantissa.
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+_BLOCK = 32  # numbers with one scale
+_EXPONENT_BIAS = 127
+
+
+def tensors_of_experts(
+    name: str, leaf: str, shape: tuple[int, ...], *, mxfp4: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the tensors that make a weight or a bias of all experts.
+
+    Args:
+        name: of the product, with its parents.
+        leaf: "weight" or "bias".
+        shape: of the parameter: of gate and up [X, F, 2, E] or [X, F, 2], of down [E, X, F] or
+            [E, X].
+        mxfp4: whether weights are MXFP4.
+    """
+    axis = _expert_axis(name)
+    num_experts, sizes = shape[axis], shape[:axis] + shape[axis + 1 :]
+    if leaf == "bias":
+        yield f"{name}_bias", (num_experts, int(np.prod(sizes)))
+        return
+    rows, columns = int(np.prod(sizes[:-1])), sizes[-1]  # outputs and inputs
+    if mxfp4:
+        blocks = num_experts, rows, -(-columns // _BLOCK)
+        yield f"{name}_blocks", (*blocks, _BLOCK // 2)
+        yield f"{name}_scales", blocks
+    else:
+        yield name, (num_experts, columns, rows)
+
+
+def read_stacked_experts(
+    parts: Sequence[Any], module: str, index: Any, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read experts, the slice of `index` on their axis, of a parameter of this shape.
+
+    The host holds the stored form of one expert at a time.
+    """
+    axis = _expert_axis(module)
+    start, stop, _ = index[axis].indices(shape[axis])
+    sizes = shape[:axis] + shape[axis + 1 :]
+    value = np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
+    for place, expert in enumerate(range(start, stop)):
+        first, *scales = (part.read(slice(expert, expert + 1))[0] for part in parts)
+        if scales:
+            first = from_mxfp4(first, scales[0])
+        elif first.ndim == 2:
+            first = first.T  # files have [in, out]
+        np.moveaxis(value, axis, 0)[place] = first.reshape(sizes)
+    return value
+
+
+def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return f32[..., 32 * B] of blocks u8[..., B, 16] and scales u8[..., B].
+
+    A byte has two numbers, the first in its low half. A scale is an exponent of 2, with a bias.
+    """
+    pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    numbers = _E2M1[pairs].reshape(*blocks.shape[:-1], _BLOCK)
+    numbers = np.ldexp(numbers, scales.astype(np.int32)[..., None] - _EXPONENT_BIAS)
+    return numbers.reshape(*scales.shape[:-1], -1)
+
+
+def _expert_axis(name: str) -> int:
+    return 1 if name.endswith("down_proj") else 0

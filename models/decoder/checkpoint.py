@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from models.decoder.config import ModelConfig
+from models.decoder.config_json import read_eos_token_ids
 from models.decoder.decoder import Decoder
-from models.decoder.families import read_eos_token_ids
 from models.decoder.sharding import config_on
 from models.decoder.stored_tensors import Tensor, parts_of, read_param, tensors_of
 from models.files import CheckpointError, read_json

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.decoder.config_json import LIMITS, SIZE_KEYS, read_fields
 from models.decoder.deepseek_config import LatentConfig
 from models.decoder.experts_config import ExpertsConfig
-from models.decoder.families import LIMITS, SIZE_KEYS, read_fields
 from models.decoder.rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,

@@ -16,7 +16,6 @@ from models.decoder.modules import MLP, Linear, gated, normal, residual_stddev
 
 # Tokens at a time: features of all experts are in memory for each of them.
 _BLOCK = 256
-_CLAMPED_SLOPE = 1.702  # of the sigmoid of gpt-oss
 
 
 class Router(nnx.Module):
@@ -65,7 +64,8 @@ class Experts(nnx.Module):
         assert config.experts is not None
         hidden_size, size = config.hidden_size, config.experts.moe_intermediate_size
         num_experts = config.experts.n_routed_experts
-        self.activation, self.limit = config.activation, config.experts.swiglu_limit
+        self.activation = config.activation
+        self.limit, self.alpha = config.experts.swiglu_limit, config.experts.swiglu_alpha
         linear = partial(Linear, bias=config.experts.bias, dtype=dtype, rngs=rngs)
         self.gate_up_proj = linear(hidden_size, num_experts, size, 2)
         stddev = residual_stddev(config)
@@ -109,7 +109,7 @@ class Experts(nnx.Module):
         pairs = gate_up.reshape(len(gate_up), -1, 2)
         gate = jnp.minimum(pairs[..., 0], self.limit)
         up = jnp.clip(pairs[..., 1], -self.limit, self.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 class SparseMLP(nnx.Module):

@@ -26,6 +26,9 @@ from tests.support.marks import slow
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHAKESPEARE = Path(__file__).parents[3] / "models" / "checkpoints" / "shakespeare"
 NAMES = ["llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral"]
+NAMES += ["phi3", "olmo2", "olmo3", "gemma2", "gemma3", "gpt_oss", "gpt_oss_mxfp4"]
+# Those that run in the engine by default; plain Llamas do so in test_generate.py, too.
+IN_ENGINE = ["qwen2", "qwen3", "deepseek_v3", "olmo3", "gemma3", "gpt_oss"]
 TOKENS = np.arange(18, dtype=np.int32).reshape(2, 9)
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -48,8 +51,8 @@ def test_dense_logits_and_greedy_tokens_equal_transformers(name):
     np.testing.assert_array_equal(logits[:, num_known - 1 : -1].argmax(-1), greedy)
 
 
-# Plain Llamas run in the engine in test_generate.py, too.
-@pytest.mark.parametrize("name", [*NAMES[1:3], "deepseek_v3", *slow(["llama", "deepseek_v2"])])
+@pytest.mark.cpu_budget(6)  # models whose layers differ compile for longer
+@pytest.mark.parametrize("name", [*IN_ENGINE, *slow(sorted({*NAMES} - {*IN_ENGINE}))])
 def test_engine_gives_the_log_probabilities_and_greedy_tokens_of_transformers(name):
     decoder, _ = load_checkpoint(GOLDENS / name)
     tokens, expected, greedy = golden_of(name)

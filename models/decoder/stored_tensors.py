@@ -55,6 +55,7 @@ FORMS = {  # by `ModelConfig.stored_as`
     "gpt_oss": Form(names=dict(gate="router"), has_stacked_experts=True),
     "gpt_oss_mxfp4": Form(names=dict(gate="router"), has_stacked_experts=True, is_mxfp4=True),
 }
+_NORMS_OVER_HEADS = ("q_norm", "k_norm")  # if they have three axes
 # Projections of latent attention, by heads or with rotary rows.
 _LATENT = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_up_proj", "v_up_proj")
 
@@ -110,21 +111,28 @@ def tensors_of(
         for expert, part in itertools.product(range(num_experts), parts):
             yield name_of(*parents, expert, part, leaf), stored
         return
-    if form.is_fused and module in ("qkv_proj", "gate_up_proj"):
-        rows = sum(_fused_rows(str(module), shape, config))
-        yield name_of(*path), (rows, *shape[3 if module == "qkv_proj" else 2 :])
+    shapes = [_stored_shape(str(module), part, shape, config) for part in parts]
+    if form.is_fused and module in _FUSED:
+        yield name_of(*path), (sum(rows for rows, *_ in shapes), *shapes[0][1:])
         return
-    for part in parts:
-        stored = (shape[0], *shape[2:]) if module == "gate_up_proj" else shape
-        if module == "qkv_proj":
-            heads = config.num_q_heads if part == "q_proj" else config.num_kv_heads
-            stored = heads * config.head_dim, *shape[3:]
-        elif config.latent is not None and module in _LATENT and len(shape) == 3:
-            stored = shape[0] * _rows_of_head(str(module), config.latent), shape[2]
-        elif part in ("q_norm", "k_norm") and len(shape) == 3:  # over all heads
-            heads = config.num_q_heads if part == "q_norm" else config.num_kv_heads
-            stored = (heads * config.head_dim,)
+    for part, stored in zip(parts, shapes, strict=True):
         yield name_of(*parents, part, leaf), stored
+
+
+def _stored_shape(
+    module: str, part: str, shape: tuple[int, ...], config: ModelConfig
+) -> tuple[int, ...]:
+    """Return the shape of the tensor with this part of a parameter of this shape."""
+    heads = config.num_q_heads if part in ("q_proj", "q_norm") else config.num_kv_heads
+    if module == "qkv_proj":
+        return heads * config.head_dim, *shape[3:]
+    if module == "gate_up_proj":
+        return shape[0], *shape[2:]
+    if len(shape) == 3 and module in _NORMS_OVER_HEADS:
+        return (heads * config.head_dim,)
+    if len(shape) == 3 and config.latent is not None and module in _LATENT:
+        return shape[0] * _rows_of_head(module, config.latent), shape[2]
+    return shape
 
 
 def read_param(
@@ -140,8 +148,11 @@ def read_param(
     offset = config.norm_offset if module.endswith("norm") else 0.0
     if path[-1] == "e_score_correction_bias" or offset:
         dtype = np.float32
-    if form.is_fused and module in ("qkv_proj", "gate_up_proj"):
-        parts = parts[0].split(*_fused_rows(module, shape, config))
+    if form.is_fused and module in _FUSED:
+        rows, q_rows = parts[0].shape[0], config.num_q_heads * config.head_dim
+        kv_rows = (rows - q_rows) // 2  # not those of `config`, whose KV heads may be repeated
+        of_qkv = q_rows, kv_rows, kv_rows
+        parts = parts[0].split(*(of_qkv if module == "qkv_proj" else (rows // 2, rows // 2)))
 
     def read(index: Any) -> np.ndarray:  # a slice of each axis
         if "experts" in path and form.has_stacked_experts:
@@ -155,9 +166,10 @@ def read_param(
             return _read_heads(parts, index[0], shape, dtype)
         if module == "gate_up_proj":
             return _read_pairs(parts, index[0], shape, dtype)
-        if module in ("q_norm", "k_norm") and len(shape) == 3:
-            return _read_head_norms(parts[0], index[0], shape).astype(dtype, copy=False) + offset
-        return parts[0].read(*index).astype(dtype, copy=False) + np.asarray(offset, dtype)
+        if module in _NORMS_OVER_HEADS and len(shape) == 3:
+            return _read_head_norms(parts[0], index[0], shape).astype(dtype, copy=False)
+        value = parts[0].read(*index).astype(dtype, copy=False)
+        return value + np.float32(offset) if offset else value
 
     if mesh is None:
         return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
@@ -181,14 +193,6 @@ def _read_heads(
     for column, part in ((groups, k), (groups + 1, v)):
         value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
     return value
-
-
-def _fused_rows(module: str, shape: tuple[int, ...], config: ModelConfig) -> list[int]:
-    """Return the rows of q, k and v, or of gate and up, in the one tensor of a file."""
-    if module == "gate_up_proj":
-        return [shape[0]] * 2
-    kv_rows = config.num_kv_heads * config.head_dim
-    return [config.num_q_heads * config.head_dim, kv_rows, kv_rows]
 
 
 def _read_head_norms(part: Tensor, heads: slice, shape: tuple[int, ...]) -> np.ndarray:

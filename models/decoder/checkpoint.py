@@ -20,7 +20,7 @@ from models.decoder.config import ModelConfig
 from models.decoder.config_json import read_eos_token_ids
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import config_on
-from models.decoder.stored_tensors import Tensor, parts_of, read_param, tensors_of
+from models.decoder.stored_tensors import FORMS, Tensor, parts_of, read_param, tensors_of
 from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
@@ -63,7 +63,12 @@ def load_checkpoint(
     folder = Path(folder)
     stored = _read_config(folder)
     config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
-    tensors = _open_tensors(folder)
+    prefix = FORMS[stored.stored_as].prefix
+    tensors = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in _open_tensors(folder).items()
+        if name.startswith(prefix)
+    }
     last = f"model.layers.{config.num_layers - 1}.post_attention_layernorm.weight"
     if last not in tensors:  # refused before the tracing of layers that the folder lacks
         raise CheckpointError(f"{folder}: missing tensor {last}")

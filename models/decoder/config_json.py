@@ -52,8 +52,11 @@ def read_fields(config: Keys) -> Fields:
         raise ValueError(f"{architecture=} is not supported; supported: {ARCHITECTURES}")
     family = FAMILIES[architecture]
     keys = {**_DEFAULTS, **family.defaults, **config}
+    if isinstance(text_config := config.get("text_config"), Mapping):
+        keys |= {key: value for key, value in text_config.items() if value is not None}
+        keys["architectures"] = architectures
     _refuse_unsupported(keys, family)
-    fields: Fields = {ours: _required(config, key, LIMITS[ours]) for ours, key in SIZE_KEYS.items()}
+    fields: Fields = {ours: _required(keys, key, LIMITS[ours]) for ours, key in SIZE_KEYS.items()}
     fields |= _read_rope(keys, family)
     fields |= dict(
         rms_norm_eps=keys["rms_norm_eps"],

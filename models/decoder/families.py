@@ -144,6 +144,22 @@ _GEMMA: dict[str, Any] = dict(
     windows="pattern",
     read=_read_gemma,
 )
+_GEMMA3 = _GEMMA | dict(
+    defaults=_GEMMA["defaults"]
+    | dict(
+        vocab_size=262208,
+        num_attention_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window_pattern=6,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    fields=_GEMMA["fields"] | dict(qk_norm=True),
+    # transformers reads a cap of attention and ignores it.
+    only=_GEMMA["only"] | dict(attn_logit_softcapping=(None,)),
+)
 _OLMO: dict[str, Any] = dict(
     defaults=dict(max_position_embeddings=2048, eos_token_id=50279, rms_norm_eps=1e-5),
     fields=dict(pre_norms=False, post_norms=True, qk_norm_over_heads=True),
@@ -227,22 +243,9 @@ FAMILIES: Mapping[str, Family] = {
         )
     ),
     "Gemma2ForCausalLM": Family(**_GEMMA),
-    "Gemma3ForCausalLM": Family(
-        **_GEMMA
-        | dict(
-            defaults=_GEMMA["defaults"]
-            | dict(
-                max_position_embeddings=131072,
-                rope_theta=1e6,
-                rope_local_base_freq=1e4,
-                sliding_window_pattern=6,
-                attn_logit_softcapping=None,
-                final_logit_softcapping=None,
-            ),
-            fields=_GEMMA["fields"] | dict(qk_norm=True),
-            # transformers reads a cap of attention and ignores it.
-            only=_GEMMA["only"] | dict(attn_logit_softcapping=(None,)),
-        )
+    "Gemma3ForCausalLM": Family(**_GEMMA3),
+    "Gemma3ForConditionalGeneration": Family(  # its texts; images are not read
+        **_GEMMA3 | dict(fields=_GEMMA3["fields"] | dict(stored_as="language_model"))
     ),
     "GptOssForCausalLM": Family(
         defaults=dict(

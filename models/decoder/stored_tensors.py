@@ -34,12 +34,14 @@ class Form:
     """How the files of a family differ from Llama's.
 
     Attributes:
+        prefix: of the names of all tensors; others are not read.
         names: other names of modules.
         is_fused: whether q, k and v are one tensor, and gate and up.
         has_stacked_experts: whether a layer's experts are one tensor.
         is_mxfp4: whether the weights of these experts are MXFP4.
     """
 
+    prefix: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     is_fused: bool = False
     has_stacked_experts: bool = False
@@ -48,6 +50,7 @@ class Form:
 
 FORMS = {  # by `ModelConfig.stored_as`
     "llama": Form(),
+    "language_model": Form(prefix="language_model."),
     "phi3": Form(is_fused=True),
     "mixtral": Form(
         names=dict(mlp="block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")

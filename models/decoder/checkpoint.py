@@ -96,6 +96,7 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     folder = Path(folder)
     dtype = model.embed_tokens.weight[...].dtype.name
     config_json = config.to_hugging_face() | {"torch_dtype": dtype}
+    config = dataclasses.replace(config, stored_as="llama")
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = np.asarray(param.get_value())

@@ -52,7 +52,10 @@ def read_fields(config: Keys) -> Fields:
         raise ValueError(f"{architecture=} is not supported; supported: {ARCHITECTURES}")
     family = FAMILIES[architecture]
     keys = {**_DEFAULTS, **family.defaults, **config}
-    if isinstance(text_config := config.get("text_config"), Mapping):
+    if family.has_text_config:
+        text_config = config.get("text_config")
+        if not isinstance(text_config, Mapping):
+            raise ValueError(f"{text_config=} must have the sizes of {architecture=}")
         keys |= {key: value for key, value in text_config.items() if value is not None}
         keys["architectures"] = architectures
     _refuse_unsupported(keys, family)
@@ -63,7 +66,7 @@ def read_fields(config: Keys) -> Fields:
         tie_word_embeddings=bool(keys["tie_word_embeddings"]),
         qkv_bias=family.biased or bool(keys["attention_bias"]),
         o_bias=not family.biased and bool(keys["attention_bias"]),
-        activation=family.activations[keys.get(family.activation, "silu")],
+        activation=family.activations[keys.get(family.activation) or min(family.activations)],
         sliding_windows=_read_windows(keys, family, fields["num_layers"]),
         eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
         **family.fields,
@@ -137,7 +140,10 @@ def _read_rope(keys: Keys, family: Family) -> Fields:
     if has_windows and isinstance(nested, Mapping) and nested.keys() & set(_LAYER_TYPES):
         keys = {**keys, "rope_parameters": nested.get("full_attention")}
         window_rope = nested.get("sliding_attention") or {}
-        window_theta, scaling, _ = read_rope({"rope_parameters": window_rope}, max_positions)
+        given = {"rope_theta": window_theta or keys.get("rope_theta", 1e4)}
+        window_theta, scaling, _ = read_rope(
+            {**given, "rope_parameters": window_rope}, max_positions
+        )
         if scaling is not None:
             rope_type = scaling.rope_type
             raise ValueError(f"{rope_type=} of sliding_attention is not supported: 'default' is")

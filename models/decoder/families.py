@@ -36,6 +36,7 @@ class Family:
         partial_rotary: whether only a part of each head may be rotated.
         rope_types: other names of rope types.
         biased: whether q, k, v have biases, and o has none, whatever "attention_bias" says.
+        has_text_config: whether the keys of the decoder are in "text_config".
         read: more fields, from the keys and from the fields before.
     """
 
@@ -48,6 +49,7 @@ class Family:
     partial_rotary: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     biased: bool = False
+    has_text_config: bool = False
     read: Callable[[Keys, Fields], Fields] = lambda keys, fields: {}
 
 
@@ -245,7 +247,11 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma2ForCausalLM": Family(**_GEMMA),
     "Gemma3ForCausalLM": Family(**_GEMMA3),
     "Gemma3ForConditionalGeneration": Family(  # its texts; images are not read
-        **_GEMMA3 | dict(fields=_GEMMA3["fields"] | dict(stored_as="language_model"))
+        **_GEMMA3
+        | dict(
+            fields=_GEMMA3["fields"] | dict(stored_as="language_model"),
+            has_text_config=True,
+        )
     ),
     "GptOssForCausalLM": Family(
         defaults=dict(

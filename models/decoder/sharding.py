@@ -109,12 +109,9 @@ def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
             param = param.replace(jnp.concatenate([q, kv], axis=1))
         elif path[-2] in ("q_norm", "k_norm") and len(param.shape) == 3:
             norms = param.get_value()  # [Hkv, Hq / Hkv, D], or of K [Hkv, 1, D]
-            norms = (
-                norms.reshape(config.num_kv_heads, -1, norms.shape[-1])
-                if path[-2] == "q_norm"
-                else jnp.repeat(norms, repeats, axis=0)
-            )
-            param = param.replace(norms)
+            if path[-2] == "k_norm":
+                norms = jnp.repeat(norms, repeats, axis=0)
+            param = param.replace(norms.reshape(config.num_kv_heads, -1, norms.shape[-1]))
         params.append((path, param))
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, nnx.from_flat_state(params))

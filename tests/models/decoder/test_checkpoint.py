@@ -91,6 +91,13 @@ def test_round_trip_keeps_every_bit(tmp_path, dtype, tied, bias):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype.dtype.name
 
 
+def test_what_llama_can_express_is_saved_as_llama_whatever_its_files_were(saved, folder):
+    save_checkpoint(folder, saved[1], replace(CONFIG, stored_as="phi3"))
+    model, config = load_checkpoint(folder)
+    assert config == CONFIG
+    assert_same_weights(model, saved[1])
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o660])
 def test_saved_files_have_the_mode_of_the_umask(saved, tmp_path, mode):
     umask = os.umask(0o666 & ~mode)

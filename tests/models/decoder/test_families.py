@@ -110,6 +110,8 @@ def test_texts_of_gemma_3_with_a_vision_tower_run(tmp_path):
     (model, config), (expected, alone) = load_checkpoint(tmp_path), load_checkpoint(golden)
     assert config == replace(alone, stored_as="language_model", eos_token_ids=(1, 5))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
+    with pytest.raises(ValueError, match="text_config=None must have the sizes"):
+        ModelConfig.from_hugging_face(outer)
     # The published 4B names only these sizes.
     sizes = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34)
     config = ModelConfig.from_hugging_face(outer | dict(text_config=sizes))
@@ -172,6 +174,7 @@ MXFP4 = dict(quantization_config=dict(quant_method="mxfp4"))
             "rope_type='linear' of sliding_attention is not supported",
         ),
         ("GptOss", dict(layer_types=["chunked_attention"] * 4), "layer_type='chunked_attention'"),
+        ("GptOss", dict(sliding_window="x"), "sliding_window='x' must be an integer"),
         ("GptOss", dict(swiglu_limit=0), "swiglu_limit=0 must be a positive"),
         ("GptOss", dict(quantization_config=dict(quant_method="fp8")), "quantization_config is"),
     ],
@@ -179,6 +182,11 @@ MXFP4 = dict(quantization_config=dict(quant_method="mxfp4"))
 def test_what_is_not_supported_is_refused_by_name(architecture, keys, message):
     with pytest.raises(ValueError, match=message):
         read(architecture, **keys)
+
+
+def test_a_null_activation_is_that_of_the_family():
+    assert read("Gemma2", hidden_activation=None).activation == "gelu_tanh"
+    assert read("Olmo2", hidden_act=None).activation == "silu"
 
 
 def test_branches_must_be_normed_before_or_after():

@@ -71,7 +71,7 @@ def load_checkpoint(
     }
     last = f"model.layers.{config.num_layers - 1}.post_attention_layernorm.weight"
     if last not in tensors:  # refused before the tracing of layers that the folder lacks
-        raise CheckpointError(f"{folder}: missing tensor {last}")
+        raise CheckpointError(f"{folder}: missing tensor {prefix}{last}")
     config = _with_kv_scales(config, tensors, folder)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     params = nnx.to_flat_state(state)
@@ -219,17 +219,19 @@ def _check_tensors(
     }
     # DeepSeek V3 has layers behind the others that predict further tokens; they do not run here.
     further = f"model.layers.{config.num_layers}." if config.latent is not None else None
+    prefix = FORMS[config.stored_as].prefix
     for name, shape in expected.items():
+        full = prefix + name
         if name not in tensors:
-            raise CheckpointError(f"{folder}: missing tensor {name}, expected shape {shape}")
+            raise CheckpointError(f"{folder}: missing tensor {full}, expected shape {shape}")
         found = tensors[name].shape
         if found != shape:
-            raise CheckpointError(f"{folder}: tensor {name}: expected shape {shape}, {found=}")
+            raise CheckpointError(f"{folder}: tensor {full}: expected shape {shape}, {found=}")
         is_mxfp4 = name.endswith(("_blocks", "_scales"))
         dtypes = ("U8",) if is_mxfp4 else tuple(_DTYPES)
         if tensors[name].dtype not in dtypes:
             raise CheckpointError(
-                f"{folder}: tensor {name}: expected one of {dtypes}, found={tensors[name].dtype!r}"
+                f"{folder}: tensor {full}: expected one of {dtypes}, found={tensors[name].dtype!r}"
             )
     for name in tensors:
         tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
@@ -237,7 +239,7 @@ def _check_tensors(
         ignored = tied_copy or buffer or (further is not None and name.startswith(further))
         if name not in expected and not ignored:
             raise CheckpointError(
-                f"{folder}: unexpected tensor {name} of shape {tensors[name].shape}:"
+                f"{folder}: unexpected tensor {prefix}{name} of shape {tensors[name].shape}:"
                 " the architecture in config.json has no such parameter"
             )
 

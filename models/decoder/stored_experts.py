@@ -11,6 +11,9 @@ from jax.typing import DTypeLike
 # What the four bits of an e2m1 mean: a sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
+# The two numbers of each byte, as one item: looked up at twice the speed of one after the other.
+_BYTES = np.arange(256)
+_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.uint64)[:, 0]
 _BLOCK = 32  # numbers with one scale
 _EXPONENT_BIAS = 127
 
@@ -67,9 +70,8 @@ def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
     A byte has two numbers, the first in its low half. A scale is an exponent of 2, with a bias.
     """
-    pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
-    numbers = _E2M1[pairs].reshape(*blocks.shape[:-1], _BLOCK)
-    numbers = np.ldexp(numbers, scales.astype(np.int32)[..., None] - _EXPONENT_BIAS)
+    numbers = _PAIRS[blocks].view(np.float32)
+    numbers *= np.ldexp(np.float32(1), scales.astype(np.int32) - _EXPONENT_BIAS)[..., None]
     return numbers.reshape(*scales.shape[:-1], -1)
 
 

@@ -13,14 +13,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from models.decoder.config import ModelConfig
 from models.decoder.config_json import read_eos_token_ids
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import config_on
-from models.decoder.stored_tensors import FORMS, Tensor, parts_of, read_param, tensors_of
+from models.decoder.stored_tensors import FORMS, parts_of, read_param, tensors_of
+from models.decoder.tensor_file import Tensor, tensors_in
 from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
@@ -155,17 +156,13 @@ def _open_tensors(folder: Path) -> dict[str, Tensor]:
         files = sorted(set(named))
     else:
         raise CheckpointError(f"{folder}: neither {_WEIGHTS} nor {_INDEX} found")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         path = folder / file
         if not path.is_file():
             raise CheckpointError(f"{path}: missing, though {_INDEX} names it")
         try:
-            with safe_open(path, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    header = opened.get_slice(name)
-                    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                    tensors[name] = Tensor(file=path, name=name, shape=shape, dtype=dtype)
+            tensors |= tensors_in(path)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from error
     return tensors

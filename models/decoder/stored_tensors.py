@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from safetensors import safe_open
 
 from models.decoder.config import ModelConfig
 from models.decoder.deepseek_config import LatentConfig
 from models.decoder.sharding import param_spec
 from models.decoder.stored_experts import read_stacked_experts, tensors_of_experts
+from models.decoder.tensor_file import Tensor
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -61,34 +60,6 @@ FORMS = {  # by `ModelConfig.stored_as`
 _NORMS_OVER_HEADS = ("q_norm", "k_norm")  # if they have three axes
 # Projections of latent attention, by heads or with rotary rows.
 _LATENT = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_up_proj", "v_up_proj")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """A stored tensor, or some of its rows, read on demand."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    first_row: int = 0
-
-    def split(self, *sizes: int) -> list[Tensor]:
-        """Return parts of this many rows each."""
-        starts = itertools.accumulate(sizes, initial=self.first_row)
-        return [
-            replace(self, shape=(size, *self.shape[1:]), first_row=start)
-            for size, start in zip(sizes, starts, strict=False)
-        ]
-
-    def read(self, *index: slice) -> np.ndarray:
-        """Return a part of the tensor."""
-        if index:
-            start, stop, _ = index[0].indices(self.shape[0])
-            index = (slice(self.first_row + start, self.first_row + stop), *index[1:])
-        # Opened for each read: pages of a file that stays mapped would count as memory in use.
-        with safe_open(self.file, framework="numpy") as opened:
-            return opened.get_slice(self.name)[index] if index else opened.get_tensor(self.name)
 
 
 def tensors_of(
@@ -155,7 +126,7 @@ def read_param(
         rows, q_rows = parts[0].shape[0], config.num_q_heads * config.head_dim
         kv_rows = (rows - q_rows) // 2  # not those of `config`, whose KV heads may be repeated
         of_qkv = q_rows, kv_rows, kv_rows
-        parts = parts[0].split(*(of_qkv if module == "qkv_proj" else (rows // 2, rows // 2)))
+        parts = parts[0].split(of_qkv if module == "qkv_proj" else (rows // 2, rows // 2))
 
     def read(index: Any) -> np.ndarray:  # a slice of each axis
         if "experts" in path and form.has_stacked_experts:

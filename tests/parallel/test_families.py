@@ -54,5 +54,5 @@ def test_a_device_reads_its_rows_of_fused_tensors():
     with recorded_reads() as shares:
         load_checkpoint(GOLDENS / "phi3", mesh=mesh(2))
     qkv = shares["model.layers.0.self_attn.qkv_proj.weight"]
-    assert qkv == [0.25, 0.125, 0.125] * 2  # q, k and v
-    assert shares["model.layers.0.mlp.gate_up_proj.weight"] == [0.25] * 4
+    assert qkv == [0.5] * 6  # of each of q, k and v
+    assert shares["model.layers.0.mlp.gate_up_proj.weight"] == [0.5] * 4

@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from models.decoder import CheckpointError, load_checkpoint, save_checkpoint
+from models.decoder import CheckpointError, load_checkpoint, save_checkpoint, tensor_file
 from models.decoder.rope_scaling import LinearRopeScaling
 from tests.support.dense_oracle import CONFIG as TINY
 from tests.support.dense_oracle import tiny_model
@@ -89,6 +89,15 @@ def test_round_trip_keeps_every_bit(tmp_path, dtype, tied, bias):
     assert_same_weights(model, loaded)
     assert not list(tmp_path.glob("*.partial"))
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype.dtype.name
+
+
+def test_a_file_is_opened_once_and_not_for_each_tensor(monkeypatch):
+    """Its header has thousands of experts, and took 11 ms to parse."""
+    opened, open_file = [], tensor_file.safe_open
+    record = lambda *args, **options: opened.append(args) or open_file(*args, **options)  # noqa: E731
+    monkeypatch.setattr(tensor_file, "safe_open", record)
+    load_checkpoint(GOLDENS / "llama")
+    assert len(opened) == 2
 
 
 def test_what_llama_can_express_is_saved_as_llama_whatever_its_files_were(saved, folder):

@@ -1,0 +1,78 @@
+"""Tensors of safetensors files, read in parts and on demand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+_DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "U8": np.uint8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A stored tensor, or some of its rows.
+
+    Attributes:
+        file, offset: where its bytes are.
+        name, shape: its own.
+        dtype: as the file names it.
+    """
+
+    file: Path
+    offset: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def split(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return parts of this many rows each."""
+        row_bytes = math.prod(self.shape[1:]) * np.dtype(_DTYPES[self.dtype]).itemsize
+        return [
+            replace(self, shape=(size, *self.shape[1:]), offset=self.offset + start * row_bytes)
+            for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+        ]
+
+    def read(self, *index: slice) -> np.ndarray:
+        """Return a part of the tensor."""
+        # Copied: pages of a file that stays mapped would count as memory in use.
+        return np.array(mapped(self)[index])
+
+
+def mapped(tensor: Tensor) -> np.ndarray:
+    """Return the array in its file."""
+    dtype, shape = _DTYPES[tensor.dtype], tensor.shape
+    return np.memmap(tensor.file, dtype, mode="r", offset=tensor.offset, shape=shape)
+
+
+def tensors_in(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, by their names.
+
+    Its header is parsed once, not for each tensor: a shard may have thousands of experts.
+
+    Raises:
+        SafetensorError: the file is damaged.
+    """
+    with safe_open(file, framework="numpy"):  # it checks the header
+        pass
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(
+            file=file,
+            offset=8 + size + entry["data_offsets"][0],
+            name=name,
+            shape=tuple(entry["shape"]),
+            dtype=entry["dtype"],
+        )
+        for name, entry in header.items()
+    }

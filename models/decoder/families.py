@@ -6,7 +6,7 @@ An entry of `FAMILIES` is all that a decoder's configuration needs to know of an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from models.decoder import deepseek_config as deepseek
@@ -125,7 +125,7 @@ def _read_gpt_oss(keys: Keys, fields: Fields) -> Fields:
     return dict(experts=experts, stored_as="gpt_oss_mxfp4" if is_mxfp4(keys) else "gpt_oss")
 
 
-_GEMMA: dict[str, Any] = dict(
+_GEMMA2 = Family(
     defaults=dict(
         max_position_embeddings=8192,
         num_key_value_heads=4,
@@ -146,9 +146,10 @@ _GEMMA: dict[str, Any] = dict(
     windows="pattern",
     read=_read_gemma,
 )
-_GEMMA3 = _GEMMA | dict(
-    defaults=_GEMMA["defaults"]
-    | dict(
+_GEMMA3 = replace(
+    _GEMMA2,
+    defaults=dict(
+        _GEMMA2.defaults,
         vocab_size=262208,
         num_attention_heads=8,
         max_position_embeddings=131072,
@@ -158,11 +159,11 @@ _GEMMA3 = _GEMMA | dict(
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
     ),
-    fields=_GEMMA["fields"] | dict(qk_norm=True),
+    fields=dict(_GEMMA2.fields, qk_norm=True),
     # transformers reads a cap of attention and ignores it.
-    only=_GEMMA["only"] | dict(attn_logit_softcapping=(None,)),
+    only=dict(_GEMMA2.only, attn_logit_softcapping=(None,)),
 )
-_OLMO: dict[str, Any] = dict(
+_OLMO2 = Family(
     defaults=dict(max_position_embeddings=2048, eos_token_id=50279, rms_norm_eps=1e-5),
     fields=dict(pre_norms=False, post_norms=True, qk_norm_over_heads=True),
 )
@@ -234,24 +235,19 @@ FAMILIES: Mapping[str, Family] = {
         partial_rotary=True,
         rope_types=dict(su="longrope", yarn="longrope"),
     ),
-    "Olmo2ForCausalLM": Family(**_OLMO),
-    "Olmo3ForCausalLM": Family(
-        **_OLMO
-        | dict(
-            defaults=_OLMO["defaults"]
-            | dict(rope_theta=500000.0, sliding_window=4096, sliding_window_pattern=4),
-            windows="pattern",
-            read=_read_olmo3,
-        )
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        defaults=dict(
+            _OLMO2.defaults, rope_theta=500000.0, sliding_window=4096, sliding_window_pattern=4
+        ),
+        windows="pattern",
+        read=_read_olmo3,
     ),
-    "Gemma2ForCausalLM": Family(**_GEMMA),
-    "Gemma3ForCausalLM": Family(**_GEMMA3),
-    "Gemma3ForConditionalGeneration": Family(  # its texts; images are not read
-        **_GEMMA3
-        | dict(
-            fields=_GEMMA3["fields"] | dict(stored_as="language_model"),
-            has_text_config=True,
-        )
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(  # its texts; images are not read
+        _GEMMA3, fields=dict(_GEMMA3.fields, stored_as="language_model"), has_text_config=True
     ),
     "GptOssForCausalLM": Family(
         defaults=dict(

@@ -1,0 +1,266 @@
+"""The routed MLPs of a model: each token through its experts, and their weighted sum."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.checks import checked_array, default_promotion, pytree, static_number
+from pallas_paged.experts import xla
+from pallas_paged.experts.grouped import (
+    ExpertsImplementation,
+    How,
+    check_dtypes,
+    grouped,
+    no_gradient,
+    resolve,
+)
+from pallas_paged.experts.plan import SortedPairs, sort_pairs
+
+__all__ = ["fused_experts"]
+
+_SWIGLU_ALPHA = 1.702
+
+
+@pytree
+class ExpertWeights:
+    """The weights of experts.
+
+    Attributes:
+        gate_up: `[X, F, 2, E]`.
+        down: `[X, E, F]`.
+        gate_up_bias: `[X, F, 2]` or None.
+        down_bias: `[X, E]` or None.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+    gate_up_bias: jax.Array | None
+    down_bias: jax.Array | None
+
+
+@default_promotion()
+def fused_experts(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    expert_indices: jax.Array,
+    expert_weights: jax.Array,
+    *,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    swiglu_limit: float | None = None,
+    implementation: ExpertsImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return the weighted sums of each token's experts, `down(silu(gate(x)) * up(x))`.
+
+    Only the experts of some token are read. Sums over the k experts of a token are in f32 and in
+    the order of k, without atomics, so the same inputs give the same bits. The gradients, of the
+    first order, compute the features of the tokens again.
+
+    On a mesh call it in `jax.shard_map`, with a sum over devices after it. Where F is sharded,
+    each device gives its part of `gate_up` and `down`; where experts are, it subtracts the number
+    of its first expert from the indices.
+
+    Args:
+        x: bf16, f16 or f32 `[T, E]`, tokens.
+        gate_up: of the dtype of x, `[X, F, 2, E]`: the row of gate and that of up for each feature.
+        down: of the dtype of x, `[X, E, F]`.
+        expert_indices: `i32[T, k]`; those outside of `0..X-1` are of no expert: the pair adds
+            nothing and reads no weight. All of a token that is padding should be so. The experts of
+            a token must differ.
+        expert_weights: floating `[T, k]`.
+        gate_up_bias: of the dtype of x, `[X, F, 2]`.
+        down_bias: of the dtype of x, `[X, E]`.
+        swiglu_limit: gpt-oss: `down((up + 1) * gate * sigmoid(1.702 gate))`, with gate at most and
+            up in size at most this number.
+        implementation: `"mosaic_sm90"`, kernels for a Hopper GPU; `"xla"`, loops over tiles of
+            rows; or None for the kernels where they can do the call.
+        interpret: run the kernels of `"mosaic_sm90"` interpreted, on any device.
+
+    Returns:
+        `[T, E]` of the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or there is no such implementation.
+        NotImplementedError: the implementation can't do this call; the message says why.
+    """
+    weights = ExpertWeights(
+        gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+    _check_shapes(x, weights, expert_weights)
+    expert_indices = checked_array(
+        "expert_indices", expert_indices, jnp.int32, expert_weights.shape
+    )
+    if swiglu_limit is not None:
+        swiglu_limit = static_number("swiglu_limit", swiglu_limit)
+    how = resolve(implementation, interpret, dtype=x.dtype, sizes=down.shape[1:])
+    return _fused(how, swiglu_limit, x, weights, expert_indices, expert_weights)
+
+
+def _check_shapes(x: jax.Array, weights: ExpertWeights, expert_weights: jax.Array) -> None:
+    named = {name: getattr(weights, name) for name in ("gate_up", "down")}
+    biases = {name: getattr(weights, name) for name in ("gate_up_bias", "down_bias")}
+    named |= {name: bias for name, bias in biases.items() if bias is not None}
+    check_dtypes(x=x, **named)
+    if x.ndim != 2 or weights.gate_up.ndim != 4 or 0 in (*x.shape, *weights.gate_up.shape):
+        raise ValueError(f"{x.shape=} must be [T, E], and {weights.gate_up.shape=} [X, F, 2, E]")
+    num_experts, size = weights.gate_up.shape[:2]
+    want = {
+        "gate_up": (num_experts, size, 2, x.shape[1]),
+        "down": (num_experts, x.shape[1], size),
+        "gate_up_bias": (num_experts, size, 2),
+        "down_bias": (num_experts, x.shape[1]),
+    }
+    for name, array in named.items():
+        if array.shape != want[name]:
+            raise ValueError(
+                f"{name}.shape={array.shape} must be {want[name]}, with {x.shape=} and "
+                f"{weights.gate_up.shape=}"
+            )
+    shape = expert_weights.shape
+    if len(shape) != 2 or shape[0] != len(x) or shape[1] == 0:
+        raise ValueError(f"expert_weights.shape={shape} must be [T, k] with {len(x)} tokens")
+    if not jnp.issubdtype(expert_weights.dtype, jnp.floating):
+        raise ValueError(f"expert_weights.dtype={expert_weights.dtype.name} must be floating")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(
+    how: How,
+    swiglu_limit: float | None,
+    x: jax.Array,
+    weights: ExpertWeights,
+    expert_indices: jax.Array,
+    expert_weights: jax.Array,
+) -> jax.Array:
+    return _steps(how, swiglu_limit, x, weights, expert_indices, expert_weights)
+
+
+def _fused_forward(
+    how: How, swiglu_limit: float | None, x: jax.Array, weights: Any, indices: Any, scales: Any
+) -> Any:
+    return _fused(how, swiglu_limit, x, weights, indices, scales), (x, weights, indices, scales)
+
+
+def _fused_backward(how: How, swiglu_limit: float | None, saved: Any, d_out: jax.Array) -> Any:
+    x, weights, indices, scales = saved
+
+    def steps(x: jax.Array, weights: ExpertWeights, scales: jax.Array) -> jax.Array:
+        return _steps(how, swiglu_limit, x, weights, indices, scales)
+
+    d_x, d_weights, d_scales = jax.vjp(steps, x, weights, scales)[1](d_out)
+    return d_x, d_weights, no_gradient(indices), d_scales
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _steps(
+    how: How,
+    swiglu_limit: float | None,
+    x: jax.Array,
+    weights: ExpertWeights,
+    expert_indices: jax.Array,
+    expert_weights: jax.Array,
+) -> jax.Array:
+    """Sort, multiply, activate, multiply and combine, each a step with a gradient."""
+    num_experts, size = weights.gate_up.shape[:2]
+    pairs = sort_pairs(expert_indices, num_experts)
+    rows = _gather(x, pairs)
+    matrix = weights.gate_up.reshape(num_experts, 2 * size, -1)
+    features = grouped(how, True, rows, matrix, pairs.groups).reshape(len(rows), size, 2)
+    if weights.gate_up_bias is not None:
+        bias = weights.gate_up_bias.reshape(num_experts, -1)
+        features = features + _spread(bias, pairs).reshape(features.shape)
+    hidden = swiglu(features[..., 0], features[..., 1], swiglu_limit)
+    out = grouped(how, True, hidden, weights.down, pairs.groups)
+    if weights.down_bias is not None:
+        out = out + _spread(weights.down_bias, pairs)
+    return _combine(out, expert_weights, pairs)
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+    """Return the activation in f32, rounded to the dtype of gate."""
+    dtype = gate.dtype
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit is None:
+        return (jax.nn.silu(gate) * up).astype(dtype)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(_SWIGLU_ALPHA * gate)).astype(dtype)
+
+
+# The gradients of gathers are gathers here: JAX would add by atomics, whose order changes.
+@jax.custom_vjp
+def _gather(x: jax.Array, pairs: SortedPairs) -> jax.Array:
+    """Return the token of each sorted row, `[R, E]`."""
+    return x.at[pairs.tokens].get(mode="fill", fill_value=0)
+
+
+def _gather_backward(pairs: SortedPairs, d_rows: jax.Array) -> Any:
+    return _weighted_sum(d_rows, None, pairs.rows), no_gradient(pairs)
+
+
+_gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), _gather_backward)
+
+
+@jax.custom_vjp
+def _combine(rows: jax.Array, expert_weights: jax.Array, pairs: SortedPairs) -> jax.Array:
+    """Return the weighted sum of each token's rows, `[T, E]`."""
+    return _weighted_sum(rows, expert_weights, pairs.rows)
+
+
+def _combine_backward(saved: Any, d_out: jax.Array) -> Any:
+    rows, expert_weights, pairs = saved
+    scales = expert_weights.reshape(-1, 1).at[pairs.pairs].get(mode="fill", fill_value=0)
+    d_rows = scales * d_out.at[pairs.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
+    d_scales = [
+        jnp.sum(_rows_at(rows, row) * d_out.astype(jnp.float32), axis=1) for row in pairs.rows.T
+    ]
+    d_weights = jnp.stack(d_scales, axis=1).astype(expert_weights.dtype)
+    return d_rows.astype(rows.dtype), d_weights, no_gradient(pairs)
+
+
+_combine.defvjp(
+    lambda rows, scales, pairs: (_combine(rows, scales, pairs), (rows, scales, pairs)),
+    _combine_backward,
+)
+
+
+@jax.custom_vjp
+def _spread(values: jax.Array, pairs: SortedPairs) -> jax.Array:
+    """Return for each sorted row the value `[N]` of its expert; of rows without one, any."""
+    ends = pairs.groups.starts + pairs.groups.sizes
+    expert = jnp.sum(ends <= jnp.arange(len(pairs.pairs))[:, None], axis=1)
+    return values[jnp.minimum(expert, len(values) - 1)]
+
+
+def _spread_backward(pairs: SortedPairs, d_rows: jax.Array) -> Any:
+    ones = jnp.ones((len(d_rows), 1), d_rows.dtype)
+    return xla.weight_gradient(ones, d_rows, pairs.groups)[:, 0], no_gradient(pairs)
+
+
+_spread.defvjp(lambda values, pairs: (_spread(values, pairs), pairs), _spread_backward)
+
+
+def _rows_at(rows: jax.Array, row: jax.Array) -> jax.Array:
+    return rows.at[row].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+
+def _weighted_sum(rows: jax.Array, weights: jax.Array | None, places: jax.Array) -> jax.Array:
+    """Return the sum over k of weights `[T, k]` times the rows at `places i32[T, k]`.
+
+    XLA makes one loop of it, in which no array has axes of T, k and E.
+    """
+    total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
+    for j in range(places.shape[1]):
+        term = _rows_at(rows, places[:, j])
+        if weights is not None:  # of padding it may be anything
+            is_row = (places[:, j] < len(rows))[:, None]
+            term = jnp.where(is_row, term * weights[:, j, None].astype(jnp.float32), 0)
+        total = total + term
+    return total.astype(rows.dtype)

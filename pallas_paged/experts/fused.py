@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.checks import checked_array, default_promotion, pytree, static_number
-from pallas_paged.experts import xla
 from pallas_paged.experts.grouped import (
     ExpertsImplementation,
     How,
@@ -19,6 +18,7 @@ from pallas_paged.experts.grouped import (
     resolve,
 )
 from pallas_paged.experts.plan import SortedPairs, sort_pairs
+from pallas_paged.experts.xla import rows_at, weight_gradient, weighted_sum
 
 __all__ = ["fused_experts"]
 
@@ -138,6 +138,17 @@ def _fused(
     expert_indices: jax.Array,
     expert_weights: jax.Array,
 ) -> jax.Array:
+    if how.implementation == "mosaic_sm90":
+        from pallas_paged.experts.kernels import calls
+
+        return calls.fused_experts(
+            x,
+            weights,
+            expert_indices,
+            expert_weights,
+            swiglu_limit=swiglu_limit,
+            interpret=how.interpret,
+        )
     return _steps(how, swiglu_limit, x, weights, expert_indices, expert_weights)
 
 
@@ -202,7 +213,7 @@ def _gather(x: jax.Array, pairs: SortedPairs) -> jax.Array:
 
 
 def _gather_backward(pairs: SortedPairs, d_rows: jax.Array) -> Any:
-    return _weighted_sum(d_rows, None, pairs.rows), no_gradient(pairs)
+    return weighted_sum(d_rows, None, pairs.rows), no_gradient(pairs)
 
 
 _gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), _gather_backward)
@@ -211,7 +222,7 @@ _gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), _gather_backward)
 @jax.custom_vjp
 def _combine(rows: jax.Array, expert_weights: jax.Array, pairs: SortedPairs) -> jax.Array:
     """Return the weighted sum of each token's rows, `[T, E]`."""
-    return _weighted_sum(rows, expert_weights, pairs.rows)
+    return weighted_sum(rows, expert_weights, pairs.rows)
 
 
 def _combine_backward(saved: Any, d_out: jax.Array) -> Any:
@@ -219,7 +230,7 @@ def _combine_backward(saved: Any, d_out: jax.Array) -> Any:
     scales = expert_weights.reshape(-1, 1).at[pairs.pairs].get(mode="fill", fill_value=0)
     d_rows = scales * d_out.at[pairs.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
     d_scales = [
-        jnp.sum(_rows_at(rows, row) * d_out.astype(jnp.float32), axis=1) for row in pairs.rows.T
+        jnp.sum(rows_at(rows, row) * d_out.astype(jnp.float32), axis=1) for row in pairs.rows.T
     ]
     d_weights = jnp.stack(d_scales, axis=1).astype(expert_weights.dtype)
     return d_rows.astype(rows.dtype), d_weights, no_gradient(pairs)
@@ -241,26 +252,7 @@ def _spread(values: jax.Array, pairs: SortedPairs) -> jax.Array:
 
 def _spread_backward(pairs: SortedPairs, d_rows: jax.Array) -> Any:
     ones = jnp.ones((len(d_rows), 1), d_rows.dtype)
-    return xla.weight_gradient(ones, d_rows, pairs.groups)[:, 0], no_gradient(pairs)
+    return weight_gradient(ones, d_rows, pairs.groups)[:, 0], no_gradient(pairs)
 
 
 _spread.defvjp(lambda values, pairs: (_spread(values, pairs), pairs), _spread_backward)
-
-
-def _rows_at(rows: jax.Array, row: jax.Array) -> jax.Array:
-    return rows.at[row].get(mode="fill", fill_value=0).astype(jnp.float32)
-
-
-def _weighted_sum(rows: jax.Array, weights: jax.Array | None, places: jax.Array) -> jax.Array:
-    """Return the sum over k of weights `[T, k]` times the rows at `places i32[T, k]`.
-
-    XLA makes one loop of it, in which no array has axes of T, k and E.
-    """
-    total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
-    for j in range(places.shape[1]):
-        term = _rows_at(rows, places[:, j])
-        if weights is not None:  # of padding it may be anything
-            is_row = (places[:, j] < len(rows))[:, None]
-            term = jnp.where(is_row, term * weights[:, j, None].astype(jnp.float32), 0)
-        total = total + term
-    return total.astype(rows.dtype)

@@ -121,8 +121,8 @@ def _why_not(dtype: Any, sizes: Any, interpret: bool) -> str | None:
     """Return why the kernels can't do a call, or None."""
     if dtype == jnp.float32:
         return "needs bfloat16 or float16, not float32"
-    if any(size % 8 for size in sizes):
-        return f"needs matrices of sizes that are multiples of 8, not {tuple(sizes)}"
+    if any(size % 64 for size in sizes):
+        return f"needs matrices of sizes that are multiples of 64, not {tuple(sizes)}"
     if (reason := mosaic_support.why_not_jax()) is not None or interpret:
         return reason
     device = Device.here()
@@ -134,6 +134,12 @@ def _why_not(dtype: Any, sizes: Any, interpret: bool) -> str | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def grouped(how: How, transpose_rhs: bool, x: jax.Array, w: jax.Array, groups: Groups) -> jax.Array:
     """Return `grouped_matmul` of groups whose rows follow one another."""
+    if how.implementation == "mosaic_sm90":
+        from pallas_paged.experts.kernels import calls
+
+        return calls.grouped_matmul(
+            x, w, groups, transpose_rhs=transpose_rhs, interpret=how.interpret
+        )
     return xla.grouped_matmul(x, w, groups, transpose_rhs=transpose_rhs)
 
 
@@ -143,9 +149,9 @@ def _forward(how: How, transpose_rhs: bool, x: jax.Array, w: jax.Array, groups: 
 
 def _backward(how: How, transpose_rhs: bool, residuals: Any, d_out: jax.Array) -> Any:
     x, w, groups = residuals
-    pair = (d_out, x) if transpose_rhs else (x, d_out)
+    a, b = (d_out, x) if transpose_rhs else (x, d_out)
     d_x = grouped(how, not transpose_rhs, d_out, w, groups)
-    return d_x, xla.weight_gradient(*pair, groups), no_gradient(groups)
+    return d_x, xla.weight_gradient(a, b, groups), no_gradient(groups)
 
 
 grouped.defvjp(_forward, _backward)

@@ -52,12 +52,12 @@ def weight_gradient(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
             row = start + i * block
             # Selected, because NaN times 0 is NaN.
-            rows = (
+            a_rows, b_rows = (
                 jnp.where(place < size - i * block, lax.dynamic_slice_in_dim(x, row, block), 0)
                 for x in (a, b)
             )
             axes = (((0,), (0,)), ((), ()))
-            return total + lax.dot_general(*rows, axes, preferred_element_type=jnp.float32)
+            return total + lax.dot_general(a_rows, b_rows, axes, preferred_element_type=jnp.float32)
 
         total = jnp.zeros(out.shape[1:], jnp.float32)
         total = lax.fori_loop(0, (size + block - 1) // block, add, total)
@@ -65,6 +65,26 @@ def weight_gradient(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
 
     shape = (len(groups.sizes), a.shape[1], b.shape[1])
     return lax.fori_loop(0, shape[0], of_group, jnp.zeros(shape, a.dtype))
+
+
+def rows_at(rows: jax.Array, row: jax.Array) -> jax.Array:
+    """Return rows in f32; zeros past the end."""
+    return rows.at[row].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+
+def weighted_sum(rows: jax.Array, weights: jax.Array | None, places: jax.Array) -> jax.Array:
+    """Return the sum over k of weights `[T, k]` times the rows at `places i32[T, k]`.
+
+    XLA makes one loop of it, in which no array has axes of T, k and E.
+    """
+    total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
+    for j in range(places.shape[1]):
+        term = rows_at(rows, places[:, j])
+        if weights is not None:  # of padding it may be anything
+            is_row = (places[:, j] < len(rows))[:, None]
+            term = jnp.where(is_row, term * weights[:, j, None].astype(jnp.float32), 0)
+        total = total + term
+    return total.astype(rows.dtype)
 
 
 def _block(num_rows: int, most: int) -> int:

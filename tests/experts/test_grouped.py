@@ -131,5 +131,5 @@ def test_a_named_implementation_never_falls_back():
     with pytest.raises(NotImplementedError, match="needs bfloat16 or float16, not float32"):
         grouped_matmul(X, W, GROUPS, implementation="mosaic_sm90")
     odd = jnp.zeros((8, 12), jnp.bfloat16), jnp.zeros((2, 12, 24), jnp.bfloat16), GROUPS
-    with pytest.raises(NotImplementedError, match=r"multiples of 8, not \(12, 24\)"):
+    with pytest.raises(NotImplementedError, match=r"multiples of 64, not \(12, 24\)"):
         grouped_matmul(*odd, implementation="mosaic_sm90")

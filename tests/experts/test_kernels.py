@@ -1,0 +1,52 @@
+"""The kernels of expert products on Hopper, interpreted, beside float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+from pallas_paged.experts import fused_experts, grouped_matmul
+from tests.support import experts_oracle as oracle
+from tests.support.experts_oracle import draw, error, routes
+
+INTERPRETED = dict(implementation="mosaic_sm90", interpret=True)
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_grouped_rows(transpose_rhs):
+    """Groups that begin and end in the same eight rows, one of several tiles, and rows of none."""
+    sizes = np.array([3, 0, 2, 290, 0, 40], np.int32)
+    x, w = draw(1, 350, 64, dtype="bfloat16"), draw(2, 6, 64, 128, dtype="bfloat16")
+    x[sizes.sum() :] = np.nan
+    w[1] = np.nan  # of no row
+    given = w.swapaxes(1, 2) if transpose_rhs else w
+    out = grouped_matmul(x, given, sizes, transpose_rhs=transpose_rhs, **INTERPRETED)
+    assert not np.asarray(out)[sizes.sum() :].any()
+    w[1] = 0
+    assert error(out, oracle.grouped_matmul(np.nan_to_num(x), w, sizes)) < 5e-3
+
+
+OPTIONS = dict(
+    gate_up_bias=draw(7, 6, 64, 2, dtype="bfloat16"),
+    down_bias=draw(8, 6, 128, dtype="bfloat16"),
+    swiglu_limit=1.5,
+)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["silu", "gpt-oss"])
+@pytest.mark.parametrize("num_tokens", [5, 100])
+def test_fused_experts(num_tokens, options):
+    """Few tokens, all through each active expert, and more, sorted; some are padding."""
+    indices, scales = routes(4, num_tokens, 5, 3)
+    x = draw(1, num_tokens, 128, dtype="bfloat16")
+    gate_up = draw(2, 6, 64, 2, 128, dtype="bfloat16", scale=128**-0.5)
+    down = draw(3, 6, 128, 64, dtype="bfloat16", scale=0.125)
+    x[-2:], indices[-2:], scales[-2:] = np.nan, (6, -1, 9), np.nan
+    gate_up[5], down[5] = np.nan, np.nan  # that no token chose
+    out = np.asarray(fused_experts(x, gate_up, down, indices, scales, **options, **INTERPRETED))
+    assert not out[-2:].any()
+    args = (x[:-2], gate_up, down, indices[:-2], scales[:-2])
+    assert error(out[:-2], oracle.fused_experts(*args, **options)) < 1e-2

@@ -92,6 +92,7 @@ def fused_experts(
     weights = ExpertWeights(
         gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
     )
+    x, weights, expert_weights = jax.tree.map(jnp.asarray, (x, weights, expert_weights))
     _check_shapes(x, weights, expert_weights)
     expert_indices = checked_array(
         "expert_indices", expert_indices, jnp.int32, expert_weights.shape

@@ -68,6 +68,7 @@ def grouped_matmul(
         NotImplementedError: the implementation can't do this call; the message says why.
     """
     check_flag("transpose_rhs", transpose_rhs)
+    x, w = jnp.asarray(x), jnp.asarray(w)
     if x.ndim != 2 or w.ndim != 3:
         raise ValueError(f"{x.shape=} must be [M, K], and {w.shape=} have an axis of groups first")
     check_dtypes(x=x, w=w)

@@ -1,7 +1,6 @@
 """The kernels of expert products on Hopper, interpreted, beside float64 NumPy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

@@ -31,6 +31,7 @@ FAMILIES = {
     "decoder/kernels/latent_write.py": "triton",
     "decoder/kernels/rotary_write.py": "triton",
     "engine/sampling": "triton",
+    "experts/kernels": "mosaic_sm90",
 }
 NOT_ALONE = ("decoder/kernels/all_reduce.py",)  # which needs several GPUs
 MODULES = [

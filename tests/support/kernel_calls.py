@@ -28,11 +28,12 @@ from pallas_paged.decoder.rotary_write import WriteImplementation, rotate_and_wr
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.sampling.sampler import SamplingImplementation, sample
 from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.experts import ExpertsImplementation, fused_experts, grouped_matmul
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from tests.support import raw
+from tests.support import experts_oracle, raw
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.block_weights import draw, weights_of
 from tests.support.placement import named
@@ -136,6 +137,10 @@ def kernel_calls() -> list[KernelCall]:
         make = partial(_block_arrays, rows)
         add(BlockImplementation, name, _between_attentions, make)
     add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
+    add(ExpertsImplementation, "grouped matmul", grouped_matmul, _grouped_arrays)
+    for tokens in (12, 200):  # all through each expert, or sorted
+        make = partial(_expert_arrays, tokens)
+        add(ExpertsImplementation, f"fused experts, {tokens} tokens", _fused_experts, make)
     make = partial(decode_and_write_arrays, *DECODE.seq_lens, head_dim=DECODE.head_dim)
     add(Literal["triton"], "decode and write", _write_and_attend, make)
     return found
@@ -262,6 +267,25 @@ def _block_arrays(num_rows: int) -> tuple[Any, ...]:
     weights = BlockWeights(**weights_of(attended, size, 1024, 256))
     inputs = (draw(i, num_rows, n, scale=n**-0.5) for i, n in ((10, attended), (11, size)))
     return *inputs, weights
+
+
+def _grouped_arrays() -> tuple[Any, ...]:
+    draw = partial(experts_oracle.draw, dtype="bfloat16")
+    return draw(1, 350, 128), draw(2, 6, 128, 192), np.array([3, 0, 2, 290, 0, 40], np.int32)
+
+
+def _fused_experts(*arrays: Any, implementation: str) -> jax.Array:
+    biases = dict(zip(("gate_up_bias", "down_bias"), arrays[5:], strict=True))
+    how: Any = dict(implementation=implementation, swiglu_limit=1.5)
+    return fused_experts(*arrays[:5], **biases, **how)
+
+
+def _expert_arrays(num_tokens: int) -> tuple[Any, ...]:
+    draw = partial(experts_oracle.draw, dtype="bfloat16", scale=0.1)
+    biases = draw(7, 16, 192, 2), draw(8, 16, 256)
+    weights = draw(2, 16, 192, 2, 256), draw(3, 16, 256, 192)
+    x = draw(1, num_tokens, 256)
+    return x, *weights, *experts_oracle.routes(4, num_tokens, 16, 4), *biases
 
 
 def _attention_and_between(

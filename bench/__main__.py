@@ -14,6 +14,7 @@ What does another layout of the pages cost? | bench.decode.layouts
 What does reading a shared prefix once save? | bench.decode.cascade
 How long does multi-head latent attention take? | bench.decode.mla
 How fast is that of FlashInfer? | bench.peers.mla
+How long do routed experts take? | bench.experts
 How long do prompts, chunks and a few tokens per sequence take? | bench.prefill | .__main__
 How fast are libraries outside JAX? | bench.peers | .__main__
 Is there a config faster than the heuristic's on this device? | bench.tune --kernel decode

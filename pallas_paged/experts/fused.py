@@ -20,8 +20,6 @@ from pallas_paged.experts.grouped import (
 from pallas_paged.experts.plan import SortedPairs, sort_pairs
 from pallas_paged.experts.xla import rows_at, weight_gradient, weighted_sum
 
-__all__ = ["fused_experts"]
-
 _SWIGLU_ALPHA = 1.702
 
 

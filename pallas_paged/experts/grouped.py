@@ -16,8 +16,6 @@ from pallas_paged.experts.plan import Groups
 from pallas_paged.kernels.device import INTERPRET_INSTEAD, Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
-__all__ = ["ExpertsImplementation", "grouped_matmul"]
-
 ExpertsImplementation = Literal["mosaic_sm90", "xla"]
 _DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 

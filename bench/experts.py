@@ -121,7 +121,7 @@ def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 def _jax_mgpu(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    blocks = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=1)
+    blocks: Any = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=1)
     return ragged_dot(x, w, group_sizes=sizes, transpose_rhs=True, **blocks)
 
 

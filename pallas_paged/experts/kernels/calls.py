@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_paged.experts.kernels.config import (
     ALIGN,
     FEW_ROWS,
+    WG_ROWS,
     GroupedConfig,
     few_rows_config,
     many_rows_config,
@@ -35,10 +38,18 @@ def grouped_matmul(
     with_rest = Groups(
         starts=jnp.append(groups.starts, end), sizes=jnp.append(groups.sizes, num_rows - end)
     )
-    x = jnp.pad(x, ((0, _more_rows(num_rows, config)), (0, 0)))
+    more = max(-num_rows % ALIGN, config.copy_rows - num_rows)  # what a copy needs
     tiles = tiles_of(with_rest, num_rows=num_rows, block=config.block_rows, align=ALIGN)
+    inputs = Operands(
+        x=jnp.pad(x, ((0, more), (0, 0))),
+        rows=None,
+        w=w,
+        bias=None,
+        fields=_fields(tiles, config),
+        count=tiles.count,
+    )
     how = Epilogue(transpose_rhs=transpose_rhs, zeros=True)
-    return _product(x, w, None, tiles, how, config, num_rows, interpret)
+    return grouped_product(inputs, num_rows=num_rows, config=config, how=how, interpret=interpret)
 
 
 def fused_experts(
@@ -51,98 +62,126 @@ def fused_experts(
     interpret: bool,
 ) -> jax.Array:
     """Return `fused_experts`; `weights` are its `ExpertWeights`."""
-    num_experts, size = weights.gate_up.shape[:2]
     bias = weights.gate_up_bias
-    if bias is not None:
-        bias = bias.swapaxes(1, 2)
-    run = _few_rows if len(x) <= FEW_ROWS else _many_rows
-    steps = (
-        (weights.gate_up, bias, Epilogue(is_pair=True, swiglu_limit=swiglu_limit), 2 * size),
-        (weights.down, weights.down_bias, Epilogue(), x.shape[1]),
+    products = (
+        _Product(
+            w=weights.gate_up,
+            bias=None if bias is None else bias.swapaxes(1, 2),
+            how=Epilogue(is_pair=True, swiglu_limit=swiglu_limit, zeros=True),
+        ),
+        _Product(w=weights.down, bias=weights.down_bias, how=Epilogue(zeros=True)),
     )
-    rows, places = run(x, expert_indices, num_experts, steps, interpret)
+    run = _few_rows if len(x) <= FEW_ROWS else _many_rows
+    rows, places = run(x, expert_indices, products, interpret)
     return weighted_sum(rows, expert_weights, places)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product:
+    """One of the two products: its weight and the static rest."""
+
+    w: jax.Array
+    bias: jax.Array | None
+    how: Epilogue
+
+    @property
+    def sizes(self) -> Any:
+        """K, and rows of a matrix of the weight, gate and up counted each."""
+        return dict(k=self.w.shape[-1], n=self.w[0].size // self.w.shape[-1])
+
+
 def _many_rows(
-    x: jax.Array, indices: jax.Array, num_experts: int, steps: Any, interpret: bool
+    x: jax.Array, indices: jax.Array, products: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the rows of all pairs, and where each pair is: its experts' rows are together."""
+    num_experts = len(products[0].w)
     pairs = sort_pairs(indices, num_experts, align=ALIGN)
-    rows = x.at[pairs.tokens].get(mode="fill", fill_value=0)
-    num_rows = len(rows)
-    for w, bias, how, n in steps:
-        average = indices.size // num_experts
-        config = many_rows_config(n=n, average=average, num_programs=_num_programs(interpret))
+    num_rows = len(pairs.pairs)
+    rows: Any = jnp.minimum(pairs.tokens, len(x) - 1)  # copied by the first product
+    for product in products:
+        config = many_rows_config(
+            n=product.sizes["n"],
+            average=indices.size // num_experts,
+            num_programs=_num_programs(interpret),
+        )
         tiles = tiles_of(pairs.groups, num_rows=num_rows, block=config.block_rows)
-        rows = jnp.pad(rows, ((0, _more_rows(num_rows, config)), (0, 0)))
-        rows = _product(rows, w, bias, tiles, how, config, num_rows, interpret)
-    return rows, pairs.rows
+        inputs = Operands(
+            x=x,
+            rows=rows,
+            w=product.w,
+            bias=product.bias,
+            fields=_fields(tiles, config),
+            count=tiles.count,
+        )
+        how = dataclasses.replace(product.how, zeros=False)
+        x = grouped_product(inputs, num_rows=num_rows, config=config, how=how, interpret=interpret)
+        rows = None
+    return x, pairs.rows
 
 
 def _few_rows(
-    x: jax.Array, indices: jax.Array, num_experts: int, steps: Any, interpret: bool
+    x: jax.Array, indices: jax.Array, products: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return rows of which some are pairs, and where each pair is.
 
     All tokens go through each expert that one of them has, which takes no more time than its own:
     wgmma has 64 rows, and the weights are read once. So no pairs are sorted.
     """
-    num_tokens, k = indices.shape
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    is_active = jnp.any(indices.reshape(-1, 1) == experts, axis=0)
-    is_before = experts < experts[:, None]
-    place = jnp.sum(is_active & is_before, axis=1, dtype=jnp.int32)  # among the active experts
-    num_tiles = min(num_experts, indices.size)
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    is_tile = is_active & (place == tile[:, None])
-    group = jnp.sum(jnp.where(is_tile, experts, 0), axis=1, dtype=jnp.int32)
-    count = jnp.sum(is_active, dtype=jnp.int32).reshape(1)
+    num_experts, (num_tokens, k) = len(products[0].w), indices.shape
+    is_expert = (indices >= 0) & (indices < num_experts)
+    copied = -(-num_tokens // ALIGN) * ALIGN
+    if num_tokens == 1:  # its experts are the tiles
+        place = jnp.arange(k, dtype=jnp.int32)[None]
+        group, count = jnp.where(is_expert, indices, num_experts)[0], jnp.full(1, k, jnp.int32)
+        stored = is_expert.T
+    else:
+        experts = jnp.arange(num_experts, dtype=jnp.int32)
+        is_active = jnp.any(indices.reshape(-1, 1) == experts, axis=0)
+        is_before = experts < experts[:, None]
+        place = jnp.sum(is_active & is_before, axis=1, dtype=jnp.int32)  # among the active experts
+        tile = jnp.arange(min(num_experts, indices.size), dtype=jnp.int32)
+        is_tile = is_active & (place == tile[:, None])
+        group = jnp.sum(jnp.where(is_tile, experts, 0), axis=1, dtype=jnp.int32)
+        count = jnp.sum(is_active, dtype=jnp.int32).reshape(1)
+        stored = jnp.any(indices == group[:, None, None], axis=2)
+        place = place[jnp.clip(indices, 0, num_experts - 1)]
+    row = jnp.arange(len(group), dtype=jnp.int32) * copied
+    stored = jnp.pad(stored, ((0, 0), (0, WG_ROWS - num_tokens)))
+    fields = jnp.stack([group, row, row, *_words(stored)], axis=1)
+    # All tokens are the rows of every tile of the first product.
+    rows = jnp.pad(x, ((0, copied - num_tokens), (0, 0)))
     active = num_experts * (1 - (1 - k / num_experts) ** num_tokens)
-    rows, copied, row = x, 0, jnp.zeros_like(tile)
-    for w, bias, how, n in steps:
+    for product in products:
         config = few_rows_config(
             num_rows=num_tokens,
             active=active,
-            k=w.shape[-1],
-            n=n,
-            is_pair=how.is_pair,
+            is_pair=product.how.is_pair,
             num_programs=_num_programs(interpret),
+            **product.sizes,
         )
-        copied = config.copy_rows
-        rows = jnp.pad(rows, ((0, -len(rows) % copied), (0, 0)))
-        zeros, his = jnp.zeros_like(tile), jnp.full_like(tile, copied)
-        fields = jnp.stack([group, row, tile * copied, zeros, his], axis=1)
-        operands = Operands(x=rows, w=w, bias=bias, fields=fields, count=count)
+        inputs = Operands(
+            x=rows, rows=None, w=product.w, bias=product.bias, fields=fields, count=count
+        )
+        how = dataclasses.replace(product.how, has_same_rows=product.how.is_pair)
         rows = grouped_product(
-            operands, num_rows=num_tiles * copied, config=config, how=how, interpret=interpret
+            inputs, num_rows=len(row) * copied, config=config, how=how, interpret=interpret
         )
-        row = tile * copied
-    is_expert = (indices >= 0) & (indices < num_experts)
-    places = place[jnp.clip(indices, 0, num_experts - 1)] * copied
-    places += jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    places = place * copied + jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     return rows, jnp.where(is_expert, places, len(rows))
 
 
-def _product(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    tiles: Tiles,
-    how: Epilogue,
-    config: GroupedConfig,
-    num_rows: int,
-    interpret: bool,
-) -> jax.Array:
+def _fields(tiles: Tiles, config: GroupedConfig) -> jax.Array:
     group, row, lo, hi = tiles.fields.T
-    fields = jnp.stack([group, row, row, lo, hi], axis=1)
-    inputs = Operands(x=x, w=w, bias=bias, fields=fields, count=tiles.count)
-    return grouped_product(inputs, num_rows=num_rows, config=config, how=how, interpret=interpret)
+    place = jnp.arange(config.num_consumers * WG_ROWS)
+    stored = (place >= lo[:, None]) & (place < hi[:, None])
+    return jnp.stack([group, row, row, *_words(stored)], axis=1)
 
 
-def _more_rows(num_rows: int, config: GroupedConfig) -> int:
-    """Return rows to add: copies have a multiple of 8 rows, and no more than the array."""
-    return max(-num_rows % ALIGN, config.copy_rows - num_rows)
+def _words(stored: jax.Array) -> Any:
+    """Return the words `i32[num_tiles]` of bits of `bool[num_tiles, 32 * num_words]`."""
+    bits = stored.reshape(len(stored), -1, 32).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32).T
 
 
 def _num_programs(interpret: bool) -> int:

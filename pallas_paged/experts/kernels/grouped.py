@@ -28,13 +28,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.experts.kernels.config import ALIGN, WG_ROWS, GroupedConfig
-from pallas_paged.experts.kernels.rows import store_rows
+from pallas_paged.experts.kernels.rows import copy_rows, rows_to_copy, store_rows, wait_for_rows
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
-# Fields of a tile.
-NUM_FIELDS = 5
-_GROUP, _ROW, _OUT_ROW, _LO, _HI = range(NUM_FIELDS)
+# Fields of a tile; behind them are two words for each consumer, bits of the rows that are stored.
+_GROUP, _ROW, _OUT_ROW, _WORDS = range(4)
+_PENDING = 2  # groups of copied rows on their way, while the next is started
 SWIGLU_ALPHA = 1.702
 
 
@@ -46,13 +46,15 @@ class Epilogue:
         is_pair: whether the weight is `[G, F, 2, K]`, and the result the activation `[M, F]`.
         swiglu_limit: of `fused_experts`.
         transpose_rhs: whether the weight is `[G, N, K]`; of a pair it is.
-        zeros: whether tiles of group G are stored as zeros.
+        has_same_rows: whether the rows of x are the first ones for all tiles.
+        zeros: whether there may be tiles of group G, without a matrix, whose product is 0.
     """
 
     is_pair: bool = False
     swiglu_limit: float | None = None
     transpose_rhs: bool = True
     zeros: bool = False
+    has_same_rows: bool = False
 
 
 @pytree
@@ -61,14 +63,16 @@ class Operands:
 
     Attributes:
         x: 16-bit `[M, K]`.
+        rows: `i32[R]`, the row of x of each row of a tile, or None for the row itself.
         w: `[G, N, K]`, `[G, K, N]` or `[G, F, 2, K]`.
         bias: `[G, N]`, `[G, 2, F]` or None.
-        fields: `i32[num_tiles, 5]`: group, first row of x, first row of the result, and from where
-            to where rows of the tile are stored.
+        fields: `i32[num_tiles, 3 + 2 * num_consumers]`: group, first row of x or of `rows`, first
+            row of the result, and bits of the rows that are stored.
         count: `i32[1]`, tiles.
     """
 
     x: Any
+    rows: Any
     w: Any
     bias: Any
     fields: Any
@@ -85,10 +89,10 @@ class Scratch:
     free: Any  # barriers [num_stages], complete when all consumers have used a stage
 
 
-def _scratch_types(config: GroupedConfig, how: Epilogue, dtype: Any) -> Scratch:
+def _scratch_types(config: GroupedConfig, how: Epilogue, dtype: Any, copies_rows: bool) -> Scratch:
     memory = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
     block, stages = (config.columns, config.block_k), config.num_stages
-    copies = config.num_consumers + (2 if how.is_pair else 1)
+    copies = (1 if copies_rows else config.num_consumers) + (2 if how.is_pair else 1)
     return Scratch(
         x=memory((stages, config.num_consumers, WG_ROWS, config.block_k)),
         w=memory((stages, *(block if how.transpose_rhs else reversed(block)))),
@@ -121,7 +125,7 @@ def _grouped_kernel(
         """Return the fields of the i-th item of this program, and its first column."""
         index = jnp.minimum(program + i * num_programs, num_items - 1)
         tile = lax.div(index, num_column_tiles)
-        fields = tuple(inputs.fields[tile, field] for field in range(NUM_FIELDS))
+        fields = tuple(inputs.fields[tile, field] for field in range(inputs.fields.shape[1]))
         return fields, lax.rem(index, num_column_tiles) * width
 
     def steps_of(fields):
@@ -130,8 +134,11 @@ def _grouped_kernel(
     def copies(fields, column, step, stage):
         """Yield the source and the destination of each copy of a stage."""
         ks = pl.ds(pl.multiple_of(step * block_k, block_k), block_k)
-        for i in range(config.num_consumers):
-            rows = pl.ds(pl.multiple_of(fields[_ROW] + i * WG_ROWS, ALIGN), config.copy_rows)
+        for i in range(config.num_consumers if inputs.rows is None else 0):
+            first = i * WG_ROWS
+            if not how.has_same_rows:
+                first = pl.multiple_of(fields[_ROW] + first, ALIGN)
+            rows = pl.ds(first, config.copy_rows)
             yield inputs.x.at[rows, ks], scratch.x.at[stage, i, pl.ds(0, config.copy_rows)]
         columns, to = pl.ds(pl.multiple_of(column, width), width), scratch.w.at[stage]
         matrix = inputs.w.at[fields[_GROUP]]
@@ -141,9 +148,21 @@ def _grouped_kernel(
         else:
             yield (matrix.at[columns, ks] if how.transpose_rhs else matrix.at[ks, columns]), to
 
+    def arrive_with_rows(sent, num_pending):
+        """Tell the consumers of the rows sent before the newest `num_pending` stages."""
+        wait_for_rows(num_pending, interpret=interpret)
+
+        @pl.when(sent >= num_pending)
+        def _():
+            plgpu.barrier_arrive(scratch.full.at[lax.rem(sent - num_pending, num_stages)])
+
     def send_item(i, carry):
         sent, (fields, column) = carry
         following = item_of(i + 1)  # loaded while this one is sent
+        rows = None
+        if inputs.rows is not None:
+            num_rows = config.num_consumers * WG_ROWS
+            rows = rows_to_copy(inputs.rows, fields[_ROW], num_rows, interpret=interpret)
 
         def send(step, sent):
             stage = lax.rem(sent, num_stages)
@@ -154,6 +173,10 @@ def _grouped_kernel(
 
             for where, to in copies(fields, column, step, stage):
                 plgpu.copy_gmem_to_smem(where, to, scratch.full.at[stage])
+            if rows is not None:
+                to = scratch.x.at[stage]
+                copy_rows(inputs.x, rows, step * block_k, to, interpret=interpret)
+                arrive_with_rows(sent, _PENDING)
             return sent + 1
 
         return lax.fori_loop(0, steps_of(fields), send, sent), following
@@ -216,8 +239,12 @@ def _grouped_kernel(
         used, (fields, column) = carry
         following = item_of(i + 1)
         count = steps_of(fields)
-        lo, hi = (fields[field] - group * WG_ROWS for field in (_LO, _HI))
-        has_rows = (lo < WG_ROWS) & (hi > 0)
+        words = fields[_WORDS], fields[_WORDS + 1]
+        if config.num_consumers == 2:
+            words = tuple(
+                jnp.where(group == 0, word, fields[_WORDS + 2 + i]) for i, word in enumerate(words)
+            )
+        has_rows = (words[0] | words[1]) != 0
 
         @pl.when(has_rows)
         def _():
@@ -227,8 +254,7 @@ def _grouped_kernel(
                 product.astype(out.dtype),
                 row=fields[_OUT_ROW] + group * WG_ROWS,
                 column=column,
-                lo=lo,
-                hi=hi,
+                words=words,
                 interpret=interpret,
             )
 
@@ -249,6 +275,9 @@ def _grouped_kernel(
         def _send():
             ops.set_max_registers(config.registers[1], action="decrease", interpret=interpret)
             sent, _ = lax.fori_loop(0, num_own, send_item, (jnp.int32(0), item_of(0)))
+            if inputs.rows is not None:
+                for i in reversed(range(_PENDING)):
+                    arrive_with_rows(sent - 1, i)
 
             @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
             def _drain(i):
@@ -279,7 +308,7 @@ def grouped_product(
         inputs, columns = _padded(inputs, config, how)
     out_type = jax.ShapeDtypeStruct((num_rows, columns), inputs.x.dtype)
     run = functools.partial(_grouped_kernel, config=config, how=how, interpret=interpret)
-    scratch = _scratch_types(config, how, inputs.x.dtype)
+    scratch = _scratch_types(config, how, inputs.x.dtype, inputs.rows is not None)
 
     def body(inputs, out):
         pl.run_scoped(functools.partial(run, inputs, out), scratch, collective_axes="wg")

@@ -1,14 +1,23 @@
-"""Stores of a tile's rows that belong to its group."""
+"""Rows of tiles between memories: stores of some rows of a product, and copies of any rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.experts.kernels.config import WG_ROWS
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP, Emitter
+from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
+
+_SPLAT = plgpu.Layout.WG_SPLAT
+_ROW_BYTES = 128  # of a swizzled tile
+_CHUNKS = _ROW_BYTES // CHUNK
 
 
 def store_rows(
@@ -17,101 +26,158 @@ def store_rows(
     *,
     row: Any,
     column: Any,
-    lo: Any,
-    hi: Any,
+    words: tuple[Any, Any],
     interpret: bool,
 ) -> None:
-    """Store the rows `lo..hi-1` of a tile of 64 rows, and no column past the end.
+    """Store some rows of a tile of 64, and no column past the end.
 
     Args:
         out: ref `[M, N]` to device memory, 16-bit, with N a multiple of 8.
         values: `[64, n]`, laid out as wgmma does.
         row, column: i32, where the tile begins.
-        lo, hi: i32, which may be outside of the tile.
+        words: two i32, whose bits say which rows are stored.
     """
     num_columns = values.shape[1]
     if interpret:
 
-        @pl.loop(0, 64)
+        @pl.loop(0, WG_ROWS)
         def _(i):
-            @pl.when((i >= lo) & (i < hi))
+            word = jnp.where(i < 32, *words)
+
+            @pl.when((word >> (i % 32)) & 1 == 1)
             def _():
                 out[row + i, pl.ds(column, num_columns)] = values[i]
 
         return
 
-    splat = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA, splat, splat, splat, splat))
-    def store(_, out, values, row, column, lo, hi):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA, *[_SPLAT] * 4))
+    def store(_, out, values, *scalars):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith
 
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        row, column, lo, hi = (x.registers.item() for x in (row, column, lo, hi))
+        emit = Emitter()
+        row, column, low, high = map(emit.scalar, scalars)
         out_columns = ir.MemRefType(out.type).shape[1]
         row_bytes = ir.MemRefType(out.type).get_strides_and_offset()[0][0] * 2
-        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
-        quad = arith.remui(lane, utils.c(4, i32))
-        of_tile = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        of_tile, _ = emit.place_in_accumulator()
+        quad = emit.rem(emit.thread(), 4)
         # A thread has two columns of every eight, of rows `of_tile` and `of_tile + 8`, as do the
         # three beside it. The four exchange them, so that each has all eight of every 32.
-        bits = [
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad, utils.c(bit, i32)), utils.c(0, i32))
-            for bit in (1, 2)
-        ]
-        words = [
-            [utils.bitcast(x, i32) for x in half] for half in values.registers.reshape(-1, 2).T
-        ]
-        num_blocks = num_columns // 8
-        for half in words:
-            for first in range(0, num_blocks - 3, 4):
-                for distance, bit in zip((1, 2), bits, strict=True):
-                    for i in range(4):
-                        if i & distance:
-                            continue
-                        a, b = half[first + i], half[first + i + distance]
-                        other = utils.shfl_bfly(arith.select(bit, a, b), distance)
-                        half[first + i] = arith.select(bit, other, a)
-                        half[first + i + distance] = arith.select(bit, b, other)
-        first_byte = arith.addi(
-            arith.muli(arith.extsi(i64, arith.addi(row, of_tile)), utils.c(row_bytes, i64)),
-            arith.extsi(i64, arith.muli(column, utils.c(2, i32))),
+        zero = emit.constant(0)
+        bits = [emit.less(zero, emit.both(quad, emit.constant(bit))) for bit in (1, 2)]
+        blocks = emit.words(values)[0]
+        exchanged = len(blocks) // 4 * 4
+        for first in range(0, exchanged, 4):
+            for distance, bit in zip((1, 2), bits, strict=True):
+                for i, part in ((i, part) for i in range(4) for part in range(2)):
+                    if i & distance:
+                        continue
+                    one, two = (first + i, part), (first + i + distance, part)
+                    sent = arith.select(bit, blocks[one], blocks[two])
+                    other = utils.shfl_bfly(sent, distance)
+                    blocks[one] = arith.select(bit, other, blocks[one])
+                    blocks[two] = arith.select(bit, blocks[two], other)
+        of_row = emit.mul(emit.wide(emit.add(row, of_tile)), row_bytes)
+        start = emit.address(out, emit.add(of_row, emit.wide(emit.mul(column, 2))))
+        wide, narrow = (
+            emit.add(start, emit.wide(emit.mul(quad, size))) for size in (CHUNK, CHUNK // 4)
         )
-        operands = [
-            utils.memref_ptr(out),
-            first_byte,
-            quad,
-            arith.subi(of_tile, lo),
-            arith.subi(hi, lo),
-            column,
-        ]
-        lines = [
-            "{ .reg .pred p, q; .reg .b64 a, b, c; .reg .b32 r, n;",
-            "add.s64 a, $0, $1; mul.wide.u32 b, $2, 16; mul.wide.u32 c, $2, 4;",
-            "add.s64 b, a, b; add.s64 c, a, c; mad.lo.s32 n, $2, 8, $5;",
-        ]
-        for part, half in enumerate(words):
-            # As unsigned, so that a row before the first is past the end.
-            lines += [f"add.s32 r, $3, {8 * part}; setp.lt.u32 p, r, $4;"]
-            lines += ["setp.gt.and.s32 p, $4, 0, p;"]
-            rows = part * 8 * row_bytes
-            for first in range(0, num_blocks - 3, 4):
-                names = ", ".join(f"${len(operands) + i}" for i in range(4))
-                operands += half[first : first + 4]
-                if out_columns % num_columns:
-                    lines.append(f"setp.lt.and.s32 q, n, {out_columns - 8 * first}, p;")
-                where = "q" if out_columns % num_columns else "p"
-                lines.append(f"@{where} st.global.v4.b32 [b+{rows + 16 * first}], {{{names}}};")
-            for block in range(num_blocks // 4 * 4, num_blocks):
-                if out_columns % num_columns:
-                    lines.append(f"setp.lt.and.s32 q, $5, {out_columns - 8 * block}, p;")
-                where = "q" if out_columns % num_columns else "p"
-                lines.append(f"@{where} st.global.b32 [c+{rows + 16 * block}], ${len(operands)};")
-                operands.append(half[block])
-        lines.append("}")
-        utils.inline_ptx("\n".join(lines), *operands, has_side_effects=True)
+        word = arith.select(emit.less(of_tile, 32), low, high)
+        shifted = arith.shrui(word, emit.rem(of_tile, 32))
+        operands = [wide, narrow, shifted, column, emit.add(column, emit.mul(quad, 8))]
+        lines = ["{ .reg .pred p, q; .reg .b32 r;"]
+        has_end = out_columns % num_columns != 0
+        where = "q" if has_end else "p"
 
-    store(out, values, row, column, lo, hi)
+        def unless_past_end(operand: int, block: int) -> None:
+            if has_end:
+                lines.append(f"setp.lt.and.s32 q, ${operand}, {out_columns - 8 * block}, p;")
+
+        for part in range(2):
+            lines += [f"and.b32 r, $2, {1 << (8 * part)}; setp.ne.u32 p, r, 0;"]
+            rows = part * 8 * row_bytes
+            for block in range(0, exchanged, 4):
+                unless_past_end(4, block)
+                names = ", ".join(f"${len(operands) + i}" for i in range(4))
+                lines.append(f"@{where} st.global.v4.b32 [$0+{rows + 16 * block}], {{{names}}};")
+                operands += list(blocks[block : block + 4, part])
+            for block in range(exchanged, len(blocks)):
+                unless_past_end(3, block)
+                lines.append(f"@{where} st.global.b32 [$1+{rows + 16 * block}], ${len(operands)};")
+                operands.append(blocks[block, part])
+        emit.effect("\n".join([*lines, "}"]), *operands)
+
+    store(out, values, row, column, *words)
+
+
+def layout_of_rows(num_rows: int) -> Any:
+    """Return the layout of i32`[8 * num_rows]`, the rows of the chunks that each thread copies."""
+    return plgpu.Layout.WG_STRIDED((num_rows * _CHUNKS,), vec_size=1)
+
+
+def rows_to_copy(rows: Any, first: Any, num_rows: int, *, interpret: bool) -> jax.Array:
+    """Return the rows of x that a tile has, for `copy_rows`.
+
+    Args:
+        rows: ref `i32[R]` to device memory.
+        first: i32, the first element of the tile; those past the end are the last one again.
+    """
+    if interpret:
+        return rows[...][jnp.minimum(first + jnp.arange(num_rows), rows.shape[0] - 1)]
+    layout = layout_of_rows(num_rows)
+    index = first + lax.div(ops.iota((num_rows * _CHUNKS,), 0, layout), _CHUNKS)
+    index = jnp.minimum(index, rows.shape[0] - 1)
+    return ops.gather(rows, index, layout, interpret=interpret)
+
+
+def copy_rows(x: Any, rows: jax.Array, first_column: Any, to: Any, *, interpret: bool) -> None:
+    """Start the copies of 64 columns of some rows, one asynchronous group, by all threads.
+
+    Args:
+        x: ref `[T, K]` to device memory, 16-bit.
+        rows: from `rows_to_copy`.
+        first_column: i32.
+        to: ref `[n, 64, 64]` to shared memory.
+    """
+    num_rows = to.shape[0] * WG_ROWS
+    if interpret:
+        for i in range(num_rows):
+            to[i // WG_ROWS, i % WG_ROWS] = x[rows[i], pl.ds(first_column, 64)]
+        return
+    transforms = wgmma_transforms(x.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout_of_rows(num_rows), _SPLAT, plgpu.RefType(transforms))
+    )
+    def copy(_, x, rows, first_column, to):
+        from jaxlib.mlir import ir
+
+        emit = Emitter()
+        row_bytes = ir.MemRefType(x.type).get_strides_and_offset()[0][0] * 2
+        thread = emit.thread()
+        chunk, row = emit.rem(thread, _CHUNKS), emit.div(thread, _CHUNKS)
+        column = emit.wide(emit.mul(emit.scalar(first_column), 2))
+        source = emit.address(x, emit.add(column, emit.wide(emit.mul(chunk, CHUNK))))
+        # Rows of 128 bytes, in tiles of 8 whose chunks the swizzle exchanges.
+        place = emit.mul(emit.xor(chunk, emit.rem(row, 8)), CHUNK)
+        at = emit.address(to, emit.add(emit.mul(row, _ROW_BYTES), place))
+        step = WARPGROUP // _CHUNKS * _ROW_BYTES
+        for i, register in enumerate(rows.registers.flat):
+            index = emit.word(register)
+            emit.copy_chunk(at, source, index, row_bytes, offset=i * step)
+        emit.effect("cp.async.commit_group;")
+
+    copy(x, rows, first_column, to)
+
+
+def wait_for_rows(num_pending: int, *, interpret: bool) -> None:
+    """Wait until all but the newest groups of copies can be read by wgmma."""
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def wait(_):
+            Emitter().effect(f"cp.async.wait_group {num_pending};")
+
+        wait()
+    plgpu.commit_smem()

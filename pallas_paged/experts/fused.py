@@ -69,8 +69,7 @@ def fused_experts(
         gate_up: of the dtype of x, `[X, F, 2, E]`: the row of gate and that of up for each feature.
         down: of the dtype of x, `[X, E, F]`.
         expert_indices: `i32[T, k]`; those outside of `0..X-1` are of no expert: the pair adds
-            nothing and reads no weight. All of a token that is padding should be so. The experts of
-            a token must differ.
+            nothing and reads no weight. All of a token that is padding should be so.
         expert_weights: floating `[T, k]`.
         gate_up_bias: of the dtype of x, `[X, F, 2]`.
         down_bias: of the dtype of x, `[X, E]`.

@@ -150,7 +150,13 @@ def _backward(how: How, transpose_rhs: bool, residuals: Any, d_out: jax.Array) -
     x, w, groups = residuals
     a, b = (d_out, x) if transpose_rhs else (x, d_out)
     d_x = grouped(how, not transpose_rhs, d_out, w, groups)
-    return d_x, xla.weight_gradient(a, b, groups), no_gradient(groups)
+    if how.implementation == "mosaic_sm90":
+        from pallas_paged.experts.kernels import calls
+
+        d_w = calls.weight_gradient(a, b, groups, interpret=how.interpret)
+    else:
+        d_w = xla.weight_gradient(a, b, groups)
+    return d_x, d_w, no_gradient(groups)
 
 
 grouped.defvjp(_forward, _backward)

@@ -28,6 +28,22 @@ def test_grouped_rows(transpose_rhs):
     assert error(out, oracle.grouped_matmul(np.nan_to_num(x), w, sizes)) < 5e-3
 
 
+def test_gradients_of_grouped_rows():
+    """A group within eight rows, an empty one, and rows of none, which hold NaN."""
+    sizes = np.array([3, 0, 2, 130], np.int32)
+    x, w = draw(1, 143, 64, dtype="bfloat16"), draw(2, 4, 64, 192, dtype="bfloat16")
+    d_out = draw(3, 143, 192, dtype="bfloat16")
+    x[sizes.sum() :] = d_out[sizes.sum() :] = np.nan
+    _, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **INTERPRETED), x, w)
+    d_x, d_w = back(d_out)
+    wanted = oracle.grouped_matmul(np.nan_to_num(d_out), w, sizes, transpose_rhs=True)
+    assert error(d_x, wanted) < 5e-3
+    starts = np.cumsum(sizes) - sizes
+    rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    wanted = np.stack([oracle.exact(x)[r].T @ oracle.exact(d_out)[r] for r in rows])
+    assert error(d_w, wanted) < 5e-3 and not np.asarray(d_w)[1].any()
+
+
 OPTIONS = dict(
     gate_up_bias=draw(7, 6, 64, 2, dtype="bfloat16"),
     down_bias=draw(8, 6, 128, dtype="bfloat16"),

@@ -138,6 +138,7 @@ def kernel_calls() -> list[KernelCall]:
         add(BlockImplementation, name, _between_attentions, make)
     add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
     add(ExpertsImplementation, "grouped matmul", grouped_matmul, _grouped_arrays)
+    add(ExpertsImplementation, "gradient of grouped", _grouped_gradient, _grouped_arrays)
     for tokens in (12, 200):  # all through each expert, or sorted
         make = partial(_expert_arrays, tokens)
         add(ExpertsImplementation, f"fused experts, {tokens} tokens", _fused_experts, make)
@@ -272,6 +273,13 @@ def _block_arrays(num_rows: int) -> tuple[Any, ...]:
 def _grouped_arrays() -> tuple[Any, ...]:
     draw = partial(experts_oracle.draw, dtype="bfloat16")
     return draw(1, 350, 128), draw(2, 6, 128, 192), np.array([3, 0, 2, 290, 0, 40], np.int32)
+
+
+def _grouped_gradient(x: Any, w: Any, sizes: Any, *, implementation: Any) -> Any:
+    def function(x: Any, w: Any) -> jax.Array:
+        return grouped_matmul(x, w, sizes, implementation=implementation)
+
+    return jax.grad(lambda *args: function(*args).astype(jnp.float32).sum(), (0, 1))(x, w)
 
 
 def _fused_experts(*arrays: Any, implementation: str) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.experts.kernels import weight_gradient as gradient
 from pallas_paged.experts.kernels.config import (
     ALIGN,
     FEW_ROWS,
@@ -50,6 +51,15 @@ def grouped_matmul(
     )
     how = Epilogue(transpose_rhs=transpose_rhs, zeros=True)
     return grouped_product(inputs, num_rows=num_rows, config=config, how=how, interpret=interpret)
+
+
+def weight_gradient(a: jax.Array, b: jax.Array, groups: Groups, *, interpret: bool) -> jax.Array:
+    """Return `[G, K, N]`: for each group the product of its rows of `a [M, K]` and `b [M, N]`."""
+    more = max(-len(a) % ALIGN, WG_ROWS - len(a))
+    a, b = (jnp.pad(x, ((0, more), (0, 0))) for x in (a, b))
+    inputs = gradient.Operands(a=a, b=b, starts=groups.starts, sizes=groups.sizes)
+    programs = _num_programs(interpret)
+    return gradient.weight_gradient(inputs, num_programs=programs, interpret=interpret)
 
 
 def fused_experts(
@@ -133,7 +143,7 @@ def _few_rows(
     if num_tokens == 1:  # its experts are the tiles
         place = jnp.arange(k, dtype=jnp.int32)[None]
         group, count = jnp.where(is_expert, indices, num_experts)[0], jnp.full(1, k, jnp.int32)
-        stored = is_expert.T
+        words = is_expert[0].astype(jnp.int32), jnp.zeros(k, jnp.int32)
     else:
         experts = jnp.arange(num_experts, dtype=jnp.int32)
         is_active = jnp.any(indices.reshape(-1, 1) == experts, axis=0)
@@ -144,10 +154,10 @@ def _few_rows(
         group = jnp.sum(jnp.where(is_tile, experts, 0), axis=1, dtype=jnp.int32)
         count = jnp.sum(is_active, dtype=jnp.int32).reshape(1)
         stored = jnp.any(indices == group[:, None, None], axis=2)
+        words = _words(jnp.pad(stored, ((0, 0), (0, WG_ROWS - num_tokens))))
         place = place[jnp.clip(indices, 0, num_experts - 1)]
     row = jnp.arange(len(group), dtype=jnp.int32) * copied
-    stored = jnp.pad(stored, ((0, 0), (0, WG_ROWS - num_tokens)))
-    fields = jnp.stack([group, row, row, *_words(stored)], axis=1)
+    fields = jnp.stack([group, row, row, *words], axis=1)
     # All tokens are the rows of every tile of the first product.
     rows = jnp.pad(x, ((0, copied - num_tokens), (0, 0)))
     active = num_experts * (1 - (1 - k / num_experts) ** num_tokens)

@@ -7,8 +7,9 @@ shared memory, and one or two consumers, each with 64 rows of a tile. Tiles are 
 (`plan.tiles_of`), and programs take their products with a tile of columns in turn, columns first,
 so that programs beside each other have the same rows or the same matrix.
 
-A tile may begin with rows of another group and end with them: each row of a product depends on that
-row alone, and only those of the group are stored.
+A tile may have rows of other groups too: each row of a product depends on that row alone, and only
+those of the group are stored. Rows of x follow one another and are copied by TMA, or each is
+anywhere and is copied by all threads of the producer (`cp.async`), which saves a sorted copy of x.
 
 Where the weight is gate and up of features, `[G, F, 2, K]`, a tile has both of the same features,
 and the consumer stores their activation.
@@ -302,6 +303,9 @@ def grouped_product(
     interpret: bool = False,
 ) -> jax.Array:
     """Return `[num_rows, N]`, or `[num_rows, F]` of a pair; rows in no tile hold anything."""
+    if inputs.rows is not None and config.num_stages < _PENDING + 2:
+        # A stage is free when the next product has begun, whose rows must have been announced.
+        raise ValueError(f"{config.num_stages=} must be at least {_PENDING + 2}")
     num_columns = inputs.w.shape[1 if how.transpose_rhs else 2]
     columns = num_columns
     if interpret:  # the interpreter knows nothing of copies past the end

@@ -10,6 +10,7 @@ if jax.__version_info__ < (0, 11):
 from pallas_paged.experts import fused_experts, grouped_matmul
 from tests.support import experts_oracle as oracle
 from tests.support.experts_oracle import draw, error, routes
+from tests.support.marks import slow
 
 INTERPRETED = dict(implementation="mosaic_sm90", interpret=True)
 
@@ -30,9 +31,9 @@ def test_grouped_rows(transpose_rhs):
 
 def test_gradients_of_grouped_rows():
     """A group within eight rows, an empty one, and rows of none, which hold NaN."""
-    sizes = np.array([3, 0, 2, 130], np.int32)
-    x, w = draw(1, 143, 64, dtype="bfloat16"), draw(2, 4, 64, 192, dtype="bfloat16")
-    d_out = draw(3, 143, 192, dtype="bfloat16")
+    sizes = np.array([3, 0, 70], np.int32)
+    x, w = draw(1, 80, 64, dtype="bfloat16"), draw(2, 3, 64, 64, dtype="bfloat16")
+    d_out = draw(3, 80, 64, dtype="bfloat16")
     x[sizes.sum() :] = d_out[sizes.sum() :] = np.nan
     _, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **INTERPRETED), x, w)
     d_x, d_w = back(d_out)
@@ -46,19 +47,22 @@ def test_gradients_of_grouped_rows():
 
 OPTIONS = dict(
     gate_up_bias=draw(7, 6, 64, 2, dtype="bfloat16"),
-    down_bias=draw(8, 6, 128, dtype="bfloat16"),
+    down_bias=draw(8, 6, 64, dtype="bfloat16"),
     swiglu_limit=1.5,
 )
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["silu", "gpt-oss"])
-@pytest.mark.parametrize("num_tokens", [5, 100])
+@pytest.mark.parametrize(
+    ("num_tokens", "options"),
+    [(5, {}), (5, OPTIONS), (70, OPTIONS), *slow([(200, {})])],
+    ids=["5 silu", "5 gpt-oss", "70 gpt-oss", "200 silu"],
+)
 def test_fused_experts(num_tokens, options):
     """Few tokens, all through each active expert, and more, sorted; some are padding."""
     indices, scales = routes(4, num_tokens, 5, 3)
-    x = draw(1, num_tokens, 128, dtype="bfloat16")
-    gate_up = draw(2, 6, 64, 2, 128, dtype="bfloat16", scale=128**-0.5)
-    down = draw(3, 6, 128, 64, dtype="bfloat16", scale=0.125)
+    x = draw(1, num_tokens, 64, dtype="bfloat16")
+    gate_up = draw(2, 6, 64, 2, 64, dtype="bfloat16", scale=0.125)
+    down = draw(3, 6, 64, 64, dtype="bfloat16", scale=0.125)
     x[-2:], indices[-2:], scales[-2:] = np.nan, (6, -1, 9), np.nan
     gate_up[5], down[5] = np.nan, np.nan  # that no token chose
     out = np.asarray(fused_experts(x, gate_up, down, indices, scales, **options, **INTERPRETED))

@@ -142,8 +142,9 @@ def copy_rows(x: Any, rows: jax.Array, first_column: Any, to: Any, *, interpret:
     """
     num_rows = to.shape[0] * WG_ROWS
     if interpret:
-        for i in range(num_rows):
-            to[i // WG_ROWS, i % WG_ROWS] = x[rows[i], pl.ds(first_column, 64)]
+        values = x[:, pl.ds(first_column, 64)][rows].reshape(to.shape)
+        for i in range(to.shape[0]):
+            to[i] = values[i]
         return
     transforms = wgmma_transforms(x.dtype)
 

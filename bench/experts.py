@@ -170,6 +170,7 @@ def _reference(x: jax.Array, weights: Weights, route: Any, tokens: np.ndarray) -
 def _measure(run: Experts, shape: ExpertShape, inputs: Any, iterations: int) -> dict:
     """The error of an implementation and, if that is small enough, its times per call."""
     x, weights, routes = inputs
+    run = jax.jit(run)  # traced and lowered once for all calls
 
     @jax.jit
     def chain(x: jax.Array, weights: Weights, routes: Any) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from bench import experts
 from bench.decode import __main__ as decode
 from bench.decode import cascade, latents, layouts, mla
 from bench.measuring import calls
@@ -79,6 +80,21 @@ def test_mla(dtype, dry_run) -> None:
     # The operations take longer, since the floor reads 1 GiB in 1 us here.
     assert limit == pytest.approx(shape["num_flops"] / calls.PEAK_TFLOPS / 1e6)
     assert [row["by"] for row in by_column(tables)] == [["pallas_paged: xla"], ["limit"]]
+
+
+@on_a_clock
+def test_experts(dry_run) -> None:
+    run, tables = dry_run(experts, *CALLS, "--peers")
+    (shape,) = run["shapes"]
+    tiny = experts.TINY
+    assert shape["num_flops"] == 6 * tiny.num_tokens * tiny.k * tiny.size * tiny.features
+    assert shape["num_bytes"] == int(shape["experts_hit"] * 6 * tiny.size * tiny.features)
+    # Dense products take 8 us of this clock, which is longer than the read of the weights.
+    assert shape["limit_us"] == 8.0 and tiny.k < shape["experts_hit"] < tiny.num_experts
+    result = shape["results"]["xla"]
+    assert result["status"] == "ok" and result["relative_l2"] < 5e-3
+    assert result["kernel_us"]["median"] == pytest.approx(8 / tiny.num_calls)
+    assert [row["by"] for row in by_column(tables)] == [["pallas_paged xla"]]
 
 
 @on_a_clock

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from pallas_paged.experts import fused_experts, grouped_matmul
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.support import raw
+from tests.support import experts_oracle, raw
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
 from tests.support.marks import slow
@@ -74,6 +75,23 @@ ragged = partial(attend, raw.ragged_paged_attention, config=CONFIG)
 cascade = partial(attend, raw.cascade_attention)
 
 
+def gradient_of_groups():
+    """Groups with one block and more, two programs, and each stage of the ring more than once."""
+    x, d_out = (experts_oracle.draw(i, 400, n, dtype="bfloat16") for i, n in ((1, 64), (2, 384)))
+    w, sizes = np.zeros((3, 64, 384), jnp.bfloat16), np.array([30, 350, 15], np.int32)
+    how = dict(implementation="mosaic_sm90", interpret=True)
+    _, back = jax.vjp(lambda w: grouped_matmul(x, w, sizes, **how), w)
+    return jax.jit(back)(d_out)
+
+
+def experts(num_tokens):
+    draw = partial(experts_oracle.draw, dtype="bfloat16")
+    weights = draw(2, 4, 128, 2, 320), draw(3, 4, 320, 128)
+    args = draw(1, num_tokens, 320), *weights, *experts_oracle.routes(4, num_tokens, 4, 2)
+    how = dict(implementation="mosaic_sm90", interpret=True)
+    return jax.jit(lambda *args: fused_experts(*args, **how))(*args)
+
+
 FOUND = "RACE DETECTED"
 CALLS = {
     "ragged with options": partial(ragged, RAGGED, **SOME),
@@ -87,6 +105,9 @@ MORE = {  # what the others run too
     ),
     "ragged of fp8": partial(ragged, FP8),
     "cascade": partial(cascade, PREFIXES),
+    "experts of few tokens": partial(experts, 9),
+    "experts of sorted tokens": partial(experts, 150),
+    "gradient of groups": gradient_of_groups,
 }
 
 

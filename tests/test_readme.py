@@ -12,6 +12,7 @@ import pytest
 
 import pallas_paged as pp
 from docs.site_hooks import markdown_of
+from tests.support import experts_oracle
 from tests.support.attention_cases import TOLERANCE
 from tests.support.attention_model import greedy_of_weights
 from tests.support.attention_oracle import attend, relative_error
@@ -98,6 +99,18 @@ def arrays_of(layer, table):
 
 def assert_close(actual, expected):
     assert relative_error(actual, expected) <= TOLERANCE["float32"]
+
+
+def test_examples_of_experts_equal_an_oracle(names, capsys):
+    assert run_examples(text_of("docs/experts.md"), names, capsys) == 2
+    x, gate_up, down = (np.asarray(names[name]) for name in ("x", "gate_up", "down"))
+    scores = np.asarray(jax.nn.softmax(x @ np.asarray(names["router"]).T))
+    experts = np.argsort(-scores, axis=1)[:, :2]
+    experts[4:] = -1  # padding
+    weights = np.take_along_axis(scores, np.maximum(experts, 0), axis=1)
+    weights /= weights.sum(axis=1, keepdims=True)
+    expected = experts_oracle.fused_experts(x, gate_up, down, experts, weights)
+    assert experts_oracle.error(names["out"], expected) < 1e-5
 
 
 def test_example_of_latents_equals_an_oracle(names, capsys):

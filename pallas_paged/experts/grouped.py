@@ -113,7 +113,7 @@ def resolve(implementation: Any, interpret: bool, *, dtype: Any, sizes: Any) -> 
     reason = _why_not(dtype, sizes, interpret)
     if reason is None:
         # None chooses what was measured, and the kernel of the gradient was not yet.
-        of_weights = implementation or "xla"
+        of_weights: ExpertsImplementation = "xla" if implementation is None else "mosaic_sm90"
         return How("mosaic_sm90", of_weights, interpret)
     if implementation is not None:
         raise NotImplementedError(f"{implementation=} {reason}")

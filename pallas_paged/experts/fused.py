@@ -17,10 +17,9 @@ from pallas_paged.experts.grouped import (
     no_gradient,
     resolve,
 )
+from pallas_paged.experts.kernels.config import SWIGLU_ALPHA
 from pallas_paged.experts.plan import SortedPairs, sort_pairs
 from pallas_paged.experts.xla import rows_at, weight_gradient, weighted_sum
-
-_SWIGLU_ALPHA = 1.702
 
 
 @pytree
@@ -157,6 +156,7 @@ def _fused_forward(
     return _fused(how, swiglu_limit, x, weights, indices, scales), (x, weights, indices, scales)
 
 
+@default_promotion()
 def _fused_backward(how: How, swiglu_limit: float | None, saved: Any, d_out: jax.Array) -> Any:
     x, weights, indices, scales = saved
 
@@ -201,7 +201,7 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
     if limit is None:
         return (jax.nn.silu(gate) * up).astype(dtype)
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return ((up + 1) * gate * jax.nn.sigmoid(_SWIGLU_ALPHA * gate)).astype(dtype)
+    return ((up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)).astype(dtype)
 
 
 # The gradients of gathers are gathers here: JAX would add by atomics, whose order changes.

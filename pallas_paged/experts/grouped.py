@@ -150,6 +150,7 @@ def _forward(how: How, transpose_rhs: bool, x: jax.Array, w: jax.Array, groups: 
     return grouped(how, transpose_rhs, x, w, groups), (x, w, groups)
 
 
+@default_promotion()  # also where a caller has left the one of the entry
 def _backward(how: How, transpose_rhs: bool, residuals: Any, d_out: jax.Array) -> Any:
     x, w, groups = residuals
     a, b = (d_out, x) if transpose_rhs else (x, d_out)

@@ -10,6 +10,7 @@ from pallas_paged.experts import fused_experts
 from tests.support import experts_oracle as oracle
 from tests.support.devices import mesh
 from tests.support.experts_oracle import draw, error, routes
+from tests.support.promotion import strict_promotion
 
 EXPERTS, FEATURES, SIZE, TOKENS, K = 6, 24, 16, 45, 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -88,6 +89,17 @@ def test_gradients_are_those_of_dense_experts():
         strict=True,
     ):
         assert error(found, oracle.exact(wanted)) < 1e-5
+
+
+def test_a_caller_may_forbid_promotion():
+    x, gate_up, down, indices, scales = arrays("bfloat16")
+
+    def loss(x, gate_up, down, scales):
+        return fused_experts(x, gate_up, down, indices, scales, implementation="xla").sum()
+
+    with strict_promotion():
+        grads = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, gate_up, down, scales)
+    assert all(np.isfinite(oracle.exact(grad)).all() for grad in grads)
 
 
 def sharded(axis):

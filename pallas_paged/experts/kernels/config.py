@@ -7,6 +7,7 @@ import dataclasses
 WG_ROWS = 64  # of wgmma's first operand, one a warpgroup
 FEW_ROWS = 64  # tokens up to which all go through each expert that any of them chose
 ALIGN = 8  # rows of a swizzled tile in shared memory, so copies begin at multiples of it
+SWIGLU_ALPHA = 1.702  # of gpt-oss
 _RING = 208 * 1024  # bytes of the ring
 _MAX_COLUMNS = 256  # of wgmma's second operand
 

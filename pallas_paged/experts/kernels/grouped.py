@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
-from pallas_paged.experts.kernels.config import ALIGN, WG_ROWS, GroupedConfig
+from pallas_paged.experts.kernels.config import ALIGN, SWIGLU_ALPHA, WG_ROWS, GroupedConfig
 from pallas_paged.experts.kernels.rows import copy_rows, rows_to_copy, store_rows, wait_for_rows
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
@@ -36,7 +36,6 @@ from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 # Fields of a tile; behind them are two words for each consumer, bits of the rows that are stored.
 _GROUP, _ROW, _OUT_ROW, _WORDS = range(4)
 _PENDING = 2  # groups of copied rows on their way, while the next is started
-SWIGLU_ALPHA = 1.702
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -75,3 +75,15 @@ def test_fused_experts(num_tokens, options):
     assert not out[-2:].any()
     args = (x[:-2], gate_up, down, indices[:-2], scales[:-2])
     assert error(out[:-2], oracle.fused_experts(*args, **options)) < 1e-2
+
+
+def test_one_token_reads_its_experts_only():
+    """Its experts are the tiles; of three indices one is none."""
+    x, scales = draw(1, 1, 64, dtype="bfloat16"), np.float32([[0.5, np.nan, 0.25]])
+    gate_up = draw(2, 6, 64, 2, 64, dtype="bfloat16", scale=0.125)
+    down = draw(3, 6, 64, 64, dtype="bfloat16", scale=0.125)
+    gate_up[:3], down[:3] = np.nan, np.nan
+    indices = np.int32([[5, 6, 3]])
+    out = jax.jit(lambda *args: fused_experts(*args, **INTERPRETED))
+    args = (x, gate_up, down, indices, scales)
+    assert error(out(*args), oracle.fused_experts(*args)) < 1e-2

@@ -28,7 +28,7 @@ from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
 
 # Axes with one name belong together, and XLA replicates the others. The pages have a head_dim of
-# their own: they may not be moved, even where queries may.
+# their own: they may not be moved, even where queries and results may. That of V may be smaller.
 _AXES: dict[str, Axes] = {
     "q": ("num_seqs", "num_q_heads", "head_dim"),
     "q_pe": ("num_seqs", "num_q_heads", "rope_dim"),
@@ -115,7 +115,7 @@ def _sharding_rule(
 ) -> ShardingRule:
     layout = LAYOUTS[kv_layout]
     pages, scales = (tuple(AXIS_NAMES[x] for x in y) for y in (layout.axes, layout.scale_axes))
-    axes = _AXES | {"k_pages": pages, "v_pages": pages}
+    axes = _AXES | {"k_pages": pages, "v_pages": (*pages[:-1], "v_head_dim")}
     if not scalars:
         axes |= {"k_scales": scales, "v_scales": scales}
     if kernel == "ragged":
@@ -125,7 +125,7 @@ def _sharding_rule(
     return ShardingRule(
         names=names,
         inputs=tuple(axes[name] for name in names),
-        outputs=(axes["q"], axes["q"][:2])[: 1 + with_lse],
+        outputs=((*axes["q"][:2], "out_head_dim"), axes["q"][:2])[: 1 + with_lse],
         shardable_axes=("num_kv_heads", "num_q_heads", *rows),
     )
 

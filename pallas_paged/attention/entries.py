@@ -86,8 +86,8 @@ def paged_attention(
         **options: of `AttentionOptions`.
 
     Returns:
-        out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
-        `lse` f32`[B, num_q_heads]`. A sequence of length 0 gives `out = 0`, `lse = -inf`, with or
+        out `[B, num_q_heads, head_dim]`, with the head_dim of V, in the dtype of `q`; or
+        `(out, lse)` with the natural-log `lse` f32`[B, num_q_heads]`. A sequence of length 0 gives `out = 0`, `lse = -inf`, with or
         without sinks.
 
     Raises:
@@ -164,8 +164,8 @@ def ragged_paged_attention(
             `fixed_split_size`.
 
     Returns:
-        out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
-        `lse` f32`[T, num_q_heads]`. Padding tokens and queries that see no key give `out = 0`,
+        out `[T, num_q_heads, head_dim]`, with the head_dim of V, in the dtype of `q`; or
+        `(out, lse)` with the natural-log `lse` f32`[T, num_q_heads]`. Padding tokens and queries that see no key give `out = 0`,
         `lse = -inf`.
 
     Raises:

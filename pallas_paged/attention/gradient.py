@@ -162,9 +162,10 @@ def with_gradient(
             with_d_lse=bool(d_lse),
         )
         axes = dict(zip(local.names, rule.inputs, strict=True))
-        results = {"out": axes["q"], "lse": axes["q"][:2], "d_out": axes["q"]}
+        of_out = rule.outputs[0]
+        results = {"out": of_out, "lse": of_out[:2], "d_out": of_out}
         if d_lse:
-            results["d_lse"] = axes["q"][:2]
+            results["d_lse"] = of_out[:2]
         gradient_rule = ShardingRule(
             names=(*local.names, *results),
             inputs=(*rule.inputs, *results.values()),

@@ -31,7 +31,7 @@ class Arrays:
         q_pe: of multi-head latent attention, more elements of the queries, `[.., Hq, R]`; else
             None. K are the D + R elements of the pages then, and V the first D.
         k_pages, v_pages: pages with all axes of `layout`; `v_pages` is None where `k_pages` hold K
-            and V.
+            and V. V may have fewer elements than K.
         block_tables: i32`[B, N]`.
         seq_lens: i32`[B]`, each in [0, N * S].
         cu_q_lens: i32`[B + 1]`, rising, within [0, T]; of ragged calls only.
@@ -87,6 +87,11 @@ class Arrays:
         return self.q.shape[2]
 
     @property
+    def v_head_dim(self) -> int:
+        """Elements of V and of the result: those of `q`, unless V have a head_dim of their own."""
+        return self.head_dim if self.v_pages is None else self.layout.size(self.v_pages.shape, "D")
+
+    @property
     def rope_dim(self) -> int:
         """Elements of `q_pe`; 0 without it."""
         return 0 if self.q_pe is None else self.q_pe.shape[2]
@@ -137,6 +142,7 @@ class Call:
         num_tokens: query tokens.
         num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len, rope_dim: as in
             `Arrays`.
+        v_head_dim: as in `Arrays` where it is not `head_dim`; else None.
         with_lse: whether the caller wants the log-sum-exps.
         interpret: whether kernels are interpreted, on any device.
         config: given by the caller, or None.
@@ -156,6 +162,7 @@ class Call:
     page_size: int
     max_kv_len: int
     rope_dim: int = 0
+    v_head_dim: int | None = None
     with_lse: bool = True
     interpret: bool = False
     config: Any = None
@@ -177,6 +184,7 @@ class Call:
             page_size=arrays.page_size,
             max_kv_len=arrays.max_kv_len,
             rope_dim=arrays.rope_dim,
+            v_head_dim=None if arrays.v_head_dim == arrays.head_dim else arrays.v_head_dim,
             **given,
         )
 
@@ -205,6 +213,8 @@ class Call:
             "num_seqs": num_seqs,
             "itemsize": self.kv_dtype.itemsize,
         }
+        if self.v_head_dim is not None:
+            sizes |= {"v_head_dim": self.v_head_dim}
         if self.kernel == "decode":
             return sizes | {"page_size": self.page_size}
         return sizes | {"num_tokens": num_tokens, "expected_seqs": expected_seqs}

@@ -19,18 +19,29 @@ class Family:
         name: as `implementation` names it.
         configs: the type of the config of each kernel; empty if it has none.
         reads_latents: whether it has multi-head latent attention, which takes no config.
+        v_head_dims: pairs of a head_dim of K and another one of V that its ragged kernel takes.
     """
 
     name: ClassVar[str]
     configs: ClassVar[Mapping[Kernel, type]] = {}
     reads_latents: ClassVar[bool] = False
+    v_head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     def why_not(self, call: Call) -> str | None:
         """Return why the kernels can't do a call on its device, or None."""
         reason = None if call.interpret else self.why_not_device(call.device)
         if call.rope_dim and not self.reads_latents:
             reason = reason or "has no multi-head latent attention"
+        if call.v_head_dim is not None:
+            reason = reason or self._why_not_v_head_dim(call)
         return reason or self.why_not_jax() or self.why_not_call(call)
+
+    def _why_not_v_head_dim(self, call: Call) -> str | None:
+        given = (call.head_dim, call.v_head_dim)
+        if call.kernel == "ragged" and given in self.v_head_dims:
+            return None
+        known = f", or the pairs {self.v_head_dims} in ragged calls" if self.v_head_dims else ""
+        return f"needs K and V of one head_dim{known}, not {given}"
 
     def why_not_device(self, device: Device) -> str | None:
         """Return why the kernels can't run on a device, or None."""

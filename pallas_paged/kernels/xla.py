@@ -15,7 +15,7 @@ from pallas_paged.pages.layout import K
 
 
 def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, jax.Array]:
-    """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
+    """Return attention of one query token per row: `(out [B, Hq, Dv], lse f32[B, Hq])`."""
     keys = jnp.arange(arrays.max_kv_len)
     positions = arrays.seq_lens[:, None] - 1
     seen = visible(keys, positions, options, end=arrays.seq_lens[:, None])
@@ -32,7 +32,7 @@ def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, j
 
 
 def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, jax.Array]:
-    """Return attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`."""
+    """Return attention of each row's newest tokens: `(out [T, Hq, Dv], lse f32[T, Hq])`."""
     q, q_positions, tree_mask = _all_elements(arrays), arrays.q_positions, arrays.tree_mask
     num_tokens, num_q_heads, _ = q.shape
     keys = jnp.arange(arrays.max_kv_len)
@@ -86,7 +86,7 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
     outs, lses = lax.map(attend_tile, tiles)  # [num_tiles, block_q, ...]
     tokens = tiles.offset[:, None] + jnp.arange(block_q)
     where = jnp.where(tokens < tiles.q_len[:, None], tiles.q_start[:, None] + tokens, num_tokens)
-    out = jnp.zeros_like(arrays.q).at[where].set(outs, mode="drop")
+    out = jnp.zeros((num_tokens, *outs.shape[2:]), outs.dtype).at[where].set(outs, mode="drop")
     lse = jnp.full((num_tokens, num_q_heads), -jnp.inf).at[where].set(lses, mode="drop")
     return out, lse
 
@@ -141,13 +141,13 @@ def _attend(
     distances: jax.Array,  # i32[B, Q, K] key position - query position
     options: LogitOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dense attention over gathered pages: `(out [B, Q, Hq, D], lse f32[B, Q, Hq])`."""
+    """Return dense attention over gathered pages: `(out [B, Q, Hq, Dv], lse f32[B, Q, Hq])`."""
     axes, scale_axes = arrays.layout.axes, arrays.layout.scale_axes
     if arrays.q_pe is None:
         k, v = (_gather(x, axes, kv, tables, read) for kv, x in enumerate(arrays.kv_pages))
     else:
         k = _gather(arrays.k_pages, axes, K, tables, read)
-        v = k[..., : arrays.head_dim]
+        v = k[..., : arrays.v_head_dim]
     k_scales = _gather_scales(arrays.k_scales, scale_axes, tables, read)
     v_scales = _gather_scales(arrays.v_scales, scale_axes, tables, read)
     if arrays.q_pe is not None:
@@ -190,7 +190,7 @@ def _attend(
     out = jnp.where(empty, 0.0, out / l_safe).astype(q.dtype).swapaxes(1, 2)
     lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe)).swapaxes(1, 2)
     shape = (num_seqs, num_queries, num_q_heads)
-    return out.reshape(*shape, arrays.head_dim), lse.reshape(shape)
+    return out.reshape(*shape, arrays.v_head_dim), lse.reshape(shape)
 
 
 def merge_states(

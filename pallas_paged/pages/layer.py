@@ -21,7 +21,8 @@ class LayerKV:
     Attributes:
         k_pages: float32, bfloat16, float16, int8 or float8_e4m3fn pages of a shape by `kv_layout`.
             A page has 1, 2, 4 ... or 256 tokens.
-        v_pages: same shape and dtype; None where `k_pages` hold K and V, and of latents.
+        v_pages: same dtype and shape, but for a head_dim that may be smaller than that of K; None
+            where `k_pages` hold K and V, and of latents.
         k_scales: of int8 and float8_e4m3fn pages, the dequantization scales (value = element *
             scale), as `write_kv` writes them: one for each token and head, f32 in the order of axes
             of `kv_layout` without head_dim and without K and V, or one for the layer, f32`[]`. None
@@ -94,6 +95,13 @@ class LayerKV:
     def head_dim(self) -> int:
         return self._size("D")
 
+    @property
+    def dim_of_v(self) -> int:
+        """Elements of V of a head, where K have `head_dim`."""
+        if self.v_pages is None:
+            return self.v_head_dim or self.head_dim
+        return self.v_pages.shape[-1]
+
     def _size(self, letter: str) -> int:
         return self.layout.size(self.layout.full_shape(self.k_pages.shape), letter)
 
@@ -149,11 +157,15 @@ def checked_layer(layer: Any) -> LayerKV:
     shape = layout.full_shape(k_pages.shape)
     if layer.is_latent:
         _check_latents(layer, layout.size(shape, "D"))
-    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+    (*_, head_dim), (*_, dim_of_v) = k_pages.shape, v_pages.shape or (0,)
+    if k_pages.shape[:-1] != v_pages.shape[:-1] or k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"k_pages {k_pages.dtype}{list(k_pages.shape)} and v_pages "
-            f"{v_pages.dtype}{list(v_pages.shape)} must have one shape and dtype"
+            f"{v_pages.dtype}{list(v_pages.shape)} must have one dtype, and one shape but for the "
+            "head_dim"
         )
+    if not 0 < dim_of_v <= head_dim:
+        raise ValueError(f"head_dim={dim_of_v} of v_pages must be from 1 to {head_dim=} of k_pages")
     if k_pages.dtype.name not in POOL_DTYPES:
         raise ValueError(
             f"k_pages.dtype={k_pages.dtype.name} must be one of {', '.join(POOL_DTYPES)}"

@@ -171,7 +171,8 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike | None, slots: ArrayLike
     Args:
         layer: pages, and scales if they are int8 or fp8.
         k: floating `[T, num_kv_heads, head_dim]`, cast or quantized to the dtype of the pages.
-        v: floating, the same shape; None with pages of latents, whose V is a part of K.
+        v: floating, the same shape, but with the head_dim of V where the pages have one of its own;
+            None with pages of latents, whose V is a part of K.
         slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
             a slot that is named twice holds anything.
 
@@ -190,15 +191,17 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike | None, slots: ArrayLike
     for name, x in tokens.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got {x.dtype}")
-    num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
-    shape = tokens["k"].shape
+    num_kv_heads, head_dim, dim_of_v = layer.num_kv_heads, layer.head_dim, layer.dim_of_v
     shapes = [x.shape for x in tokens.values()]
-    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or shapes != [shape] * len(shapes):
+    num_tokens = shapes[0][0] if shapes[0] else 0
+    expected = [(num_tokens, num_kv_heads, dim) for dim in (head_dim, dim_of_v)]
+    if shapes != expected[: len(shapes)]:
+        of_v = "" if layer.is_latent or dim_of_v == head_dim else f", of v head_dim={dim_of_v},"
         raise ValueError(
-            f"{' and '.join(tokens)} must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
-            f"got {' and '.join(map(str, shapes))}"
+            f"{' and '.join(tokens)} must be [T, {num_kv_heads=}, {head_dim=}]{of_v} like the "
+            f"pages, got {' and '.join(map(str, shapes))}"
         )
-    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
+    slots = checked_array("slots", slots, jnp.int32, (num_tokens,))
     layer, *new = jax.tree.map(jnp.asarray, (layer, *tokens.values()))
     write = _write_latents if layer.is_latent else _write
     return _on_each_device(write, layer, tuple(new), (slots,))

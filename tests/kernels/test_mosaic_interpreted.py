@@ -15,7 +15,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
 from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
-from tests.support.attention_cases import mosaic_case, without_tokens_left_of
+from tests.support.attention_cases import NarrowCase, mosaic_case, without_tokens_left_of
 from tests.support.marks import slow
 from tests.support.page_layouts import call_in_layout
 from tests.support.quantized_cases import Quantized
@@ -153,6 +153,10 @@ MIXED = rows(num_kv_heads=2, seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17))
 LONG = rows(seq_lens=(400,), q_lens=(9,))
 TWO_LONG = rows(seq_lens=(400, 100), q_lens=(9, 3))
 MANY = rows(seq_lens=(100, 180), q_lens=(40, 20))
+NARROW = NarrowCase(
+    page_size=16, pages_per_seq=7, seq_lens=(40, 100), q_lens=(40, 3), num_q_heads=2
+)
+NARROW = NARROW.on(HOPPER)  # K of 192 and V of 128 elements
 GROUP_OF_20 = rows(num_q_heads=20, seq_lens=(70, 9), q_lens=(5, 3))
 LARGE_PAGES = dict(page_size=128, pages_per_seq=1)
 TREE = np.random.default_rng(0).random((3, 5, 5)) < 0.5
@@ -175,6 +179,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
         (HOPPER, MANY, dict(config=ONE_CONSUMER, sliding_window=30)),
         (HOPPER, MIXED, dict(config=ONE_CONSUMER, kv_layout="HND")),
         (HOPPER, MIXED, dict(config=dict(num_consumers=3), sliding_window=30)),
+        (HOPPER, NARROW, dict(config=ONE_Q_STAGE)),
         *((family, GROUP_OF_20, OF_20) for family in CONFIGS),
         (AMPERE, GROUP_OF_20, dict(OF_20, config=dict(block_k=16))),
         (HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE)),
@@ -187,6 +192,11 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
     ],
     [
         *((family, TWO_LONG, dict(config=dict(fixed_split_size=128))) for family in CONFIGS),
+        (
+            HOPPER,
+            dataclasses.replace(NARROW, num_q_heads=4),
+            dict(ALL, config=dict(ONE_Q_STAGE, fixed_split_size=64)),
+        ),
         (AMPERE, ampere_columns, dict(config=dict(block_k=16))),
     ],
 )  # fmt: skip

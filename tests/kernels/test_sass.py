@@ -23,6 +23,7 @@ BOUNDS = {
     r"triton ragged .* ragged_paged_attention$": (255, 1400),
     r"triton gradient attention_gradient_of_keys$": (255, 320),
     r"mosaic_sm90 ragged with options ragged_paged_attention$": (168, 1000),
+    r"mosaic_sm90 ragged 192 and 128 with options ragged_paged_attention$": (232, 1000),
     r"mosaic_sm90 ragged .*32/8/256.* ragged_paged_attention$": (168, 300),
     r"mosaic_sm90 (ragged|wide ragged|cascade) .* ragged_paged_attention$": (232, 100),
     r"mosaic_sm90 gradient attention_gradient_of_keys$": (168, 60),

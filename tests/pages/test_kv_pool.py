@@ -259,7 +259,7 @@ SCALES = zeros(2, 4, 2)
     ("changes", "message"),
     [
         (dict(k_pages=zeros(4, 2, 3)), r"k_pages.shape=\(4, 2, 3\) must be \[num_kv_heads, "),
-        (dict(v_pages=zeros(2, 4, 4, 3)), r"v_pages float32\[2, 4, 4, 3\] must have one shape"),
+        (dict(v_pages=zeros(2, 4, 4, 3)), r"v_pages float32\[2, 4, 4, 3\] must have one dtype"),
         (dict(v_pages=zeros(2, 4, 2, 3, dtype=np.float16)), r"32\[.*float16\[2, 4, 2, 3\] must"),
         (dict.fromkeys(BYTES, zeros(2, 4, 2, 3, dtype=np.int16)), "k_pages.dtype=int16 must be"),
         (dict(k=zeros(5, 2, 3, dtype=np.int32)), r"^k must be floating, got int32"),
@@ -283,7 +283,7 @@ SCALES = zeros(2, 4, 2)
             (BYTES | dict(k_scales=SCALES, v_scales=np.ones((2, 4, 2), x)), f"v_scales .* got {x}")
             for x in ("float16", "float64")
         ),
-        (BYTES | dict(v_pages=zeros(2, 4, 2, 3, dtype=jnp.float8_e4m3fn)), "must have one shape"),
+        (BYTES | dict(v_pages=zeros(2, 4, 2, 3, dtype=jnp.float8_e4m3fn)), "must have one dtype"),
         (BYTES | dict(k_scales="ab", v_scales=SCALES), "k_scales='ab' must be an array"),
         (dict(v_scales=SCALES), "k_scales and v_scales must be None with pages of float32"),
         (dict(k_scales=SCALES), "k_scales and v_scales must be None with pages of float32"),

@@ -182,6 +182,23 @@ class LatentCase(Case):
         return replace(self, head_dim=576, dtype=dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NarrowCase(Case):
+    """A case whose V have fewer elements than K."""
+
+    v_head_dim: int = 24
+
+    def make(self, **how) -> tuple[np.ndarray, ...]:
+        q, k_pages, v_pages, *rest = super().make(**how)
+        return q, k_pages, v_pages[..., : self.v_head_dim], *rest
+
+    def on(self, implementation: str) -> NarrowCase:
+        if not implementation.startswith("mosaic"):
+            return self
+        dtype = "float16" if self.dtype == "float16" else "bfloat16"
+        return replace(self, head_dim=192, v_head_dim=128, dtype=dtype)
+
+
 # Cases of shapes that the Mosaic kernels take.
 mosaic_case = partial(Case, head_dim=64, page_size=16, dtype="bfloat16")
 

@@ -66,6 +66,12 @@ def row(family: Family) -> list[str]:
             kinds = list(several)
             is_all = len(kinds) == len(by_pages)
             texts.append(text if is_all or kinds == ["bfloat16"] else f"{names(kinds)}: {text}")
+        if call is PREFILL:
+            texts[0] += "".join(
+                f", {k} with V of {v} in pages of q's dtype"
+                for k, v in family.v_head_dims
+                if takes(call, **on, head_dim=k, v_head_dim=v)
+            )
         sizes = [1 << i for i in range(9) if takes(call, **on, page_size=1 << i)]
         cells.append("; ".join(texts) + f"; pages from {sizes[0]} token{'s' * (sizes[0] > 1)}")
     return [*cells, latents(takes, on)]

@@ -56,6 +56,8 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Case | SharedPrefixes]] = {
 # Rows of one-byte pages are converted before the ragged kernel, if tables are as wide.
 WIDE_LENS = dict(seq_lens=(300, 0, 200, 1), q_lens=(300, 0, 200, 1))
 WIDE = dataclasses.replace(RAGGED, **WIDE_LENS, num_tokens=1024, pages_per_seq=512)
+# K of a head and its V, of DeepSeek's prompts.
+SPLIT_DIMS = dataclasses.replace(RAGGED, num_kv_heads=8, head_dim=192)
 # Of 512 elements, and 64 of a rotary key.
 LATENTS = dict(num_kv_heads=1, head_dim=576)
 KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
@@ -122,8 +124,11 @@ def kernel_calls() -> list[KernelCall]:
         if case.q_lens is not None:
             options |= {"tree_mask": TREE_MASK}
         add(Implementation, f"{name} with options", partial(_attend_latents, **options), many.make)
+    ragged = raw.ragged_paged_attention
+    for name, options in {"": {}, " with options": OPTIONS | {"tree_mask": TREE_MASK}}.items():
+        function = partial(_attend_narrow_values, **options)
+        add(Implementation, f"ragged 192 and 128{name}", function, SPLIT_DIMS.make)
     for kv_dtype in KV_DTYPES[1:]:
-        ragged = raw.ragged_paged_attention
         make = partial(_attention_arrays, ragged, WIDE, kv_dtype)
         add(Literal["mosaic_sm90"], f"wide ragged {kv_dtype}", partial(_attend, ragged), make)
     add(Implementation, "gradient", _gradient, _gradient_arrays)
@@ -164,6 +169,11 @@ def _attend_latents(
     layer = pp.LayerKV(pages, k_scales=k_scales, kv_layout="HPND", v_head_dim=512)
     how = dict(sm_scale=0.07, return_lse=True, **raw.by(implementation))
     return pp.mla_attention(q[..., :512], q[..., 512:], layer, *arrays, **how, **options)
+
+
+def _attend_narrow_values(q: Any, k_pages: Any, v_pages: Any, *arrays: Any, **options: Any) -> Any:
+    arrays = q, k_pages, v_pages[..., :128], *arrays
+    return raw.ragged_paged_attention(*arrays, return_lse=True, **options)
 
 
 def _attention_arrays(

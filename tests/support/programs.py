@@ -51,6 +51,7 @@ class Program:
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    v_head_dim: int | None = None  # of V alone
     num_pages: int = 1009  # no other size is 1009, so it marks the pool in the lowered text
     page_size: int = 16
     dtype: str = "bfloat16"
@@ -65,6 +66,8 @@ class Program:
         if self.num_tokens:
             sizes += f" {self.num_tokens} tokens"
         heads = f"{self.num_q_heads}/{self.num_kv_heads}/{self.head_dim}/{self.page_size}"
+        if self.v_head_dim is not None:
+            heads += f" and {self.v_head_dim}"
         words = [self.implementation, self.function, sizes, heads, self.dtype, self.kv_dtype]
         return " ".join(w for w in (*words, *self.options) if w)
 
@@ -85,7 +88,8 @@ class Program:
             seq_lens=of(self.num_seqs),
         )
         if not layout.one_array:
-            arrays |= dict(v_pages=pages)
+            shape_of_v = (*shape[:-1], self.v_head_dim or head_dim)
+            arrays |= dict(v_pages=of(*shape_of_v, dtype=pages.dtype))
         if self.function == "ragged":
             arrays |= dict(cu_q_lens=of(self.num_seqs + 1))
         if self.function == "cascade":

@@ -66,7 +66,7 @@ class QueriesScratch:
             q=rows, d_out=rows, lse=vector, delta=vector,
             full=plgpu.Barrier(num_arrivals=4, num_barriers=_CONSUMERS),
             ring=Ring.types(
-                blocks, head_dim=head_dim, page_size=page_size, dtype=dtype,
+                blocks, head_dim=head_dim, v_head_dim=head_dim, page_size=page_size, dtype=dtype,
                 num_consumers=_CONSUMERS,
             ),
             both=plgpu.Barrier(num_arrivals=_CONSUMERS),

@@ -75,6 +75,7 @@ def ragged_config(
     expected_seqs: int,
     num_sms: int,
     itemsize: int,
+    v_head_dim: int | None = None,
     **_: int,
 ) -> MosaicSm90RaggedConfig:
     """Return the heuristic config of a call with ragged queries, from static shapes only.
@@ -85,6 +86,7 @@ def ragged_config(
         expected_seqs: rows that are likely to have queries.
         num_sms: streaming multiprocessors of the device.
         itemsize: bytes of an element of K or V.
+        v_head_dim: of V, if it is not `head_dim`.
         _: sizes that other heuristics need.
     """
     # Measured on an H200, 2026-11: half as long a block costs 12%. With wide heads a longer one has
@@ -101,7 +103,7 @@ def ragged_config(
         most = 1
     filled = -(-num_tokens * group // (_WGMMA_ROWS * expected_seqs))
     return MosaicSm90RaggedConfig(
-        block_k=64 if wide else 128,
+        block_k=64 if wide and v_head_dim is None else 128,
         num_consumers=max(1, min(filled, most)),
         num_stages=2,
         num_programs=num_sms,

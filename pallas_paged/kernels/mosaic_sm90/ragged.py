@@ -209,9 +209,14 @@ class _Program:
         return self.scratch.bytes is not None
 
     @property
+    def results_follow_queries(self) -> bool:
+        """Whether the results of a work tile take the place of its queries."""
+        return self.scratch.out is None
+
+    @property
     def q(self) -> Any:
         """The stages of queries."""
-        return self.scratch.q[0] if self.converts else self.scratch.q
+        return self.scratch.q[0] if self.results_follow_queries else self.scratch.q
 
     @property
     def copied(self) -> Ring:
@@ -283,9 +288,10 @@ class _Program:
             options=self.options,
             interpret=self.interpret,
         )
-        # With a converter results take the place of the queries.
-        buffer = scratch.q[1].at[stage, wg] if self.converts else scratch.out.at[wg]
-        if not self.converts:
+        shared = self.results_follow_queries
+        results = scratch.q[1].at[stage] if shared else scratch.out
+        buffer = results.at[wg, pl.ds(0, WG_ROWS)]
+        if not shared:
             plgpu.barrier_arrive(scratch.q_free.at[stage])
 
         def finished(sinks):
@@ -304,7 +310,7 @@ class _Program:
             ops.store(outputs.partials.out.at[index], out)
             ops.store(outputs.partials.lse.at[index], lse)
 
-        if self.converts:
+        if shared:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch.q_free.at[stage])
         pl.when(wg == 0)(self.schedule.wait)
@@ -319,7 +325,7 @@ def ragged_paged_attention(
     with_lse: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
+    """Attend with the newest tokens of each sequence; return `(out [T, Hq, Dv], lse f32[T, Hq])`.
 
     `arrays.q_positions` are the positions of the queries, if given; all keys are older then.
     Without `with_lse` the second result is None.
@@ -337,9 +343,9 @@ def ragged_paged_attention(
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
     outputs = RaggedOutputs(
         # The merge has references to these two.
-        out=result_shape(arrays.q.shape, arrays.q.dtype, varying=False),
+        out=result_shape((*arrays.q.shape[:2], arrays.v_head_dim), arrays.q.dtype, varying=False),
         partials=ops.Partials(
-            out=result_shape((*rows, arrays.head_dim), jnp.float32),
+            out=result_shape((*rows, arrays.v_head_dim), jnp.float32),
             lse=result_shape(rows, jnp.float32),
         ),
         lse=(result_shape(arrays.q.shape[:2], jnp.float32, varying=False) if with_lse else None),
@@ -348,6 +354,7 @@ def ragged_paged_attention(
         config,
         group=arrays.group,
         head_dim=arrays.head_dim,
+        v_head_dim=arrays.v_head_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,

@@ -93,7 +93,7 @@ def attend(
         causal: whether a query sees no later key.
         values_are_zeroed: where the tile must not read them, by a converter.
     """
-    num_stages, block_k, head_dim = ring.k.shape
+    num_stages, block_k, head_dim = ring.v.shape
     lo, hi, kv_len = work.lo, work.hi, work.kv_len
     before = kv_len - work.q_len  # keys older than all queries of the sequence
     token = rows.tile.place(rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW))[1]

@@ -54,11 +54,11 @@ class RaggedInputs:
 class RaggedScratch:
     """Refs in shared memory of a program, or their types."""
 
-    out: Any  # [num_consumers, 64, width] of `store_buffer`; None with a converter
+    out: Any  # [num_consumers, 64, width] of `store_buffer`; None where `q` has results, too
     mailbox: Mailbox
     q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
     q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
-    q: Any  # [num_q_stages, num_consumers, 64, D]; with a converter a union with results
+    q: Any  # [num_q_stages, num_consumers, 64, D], or a union with results
     ring: Ring
     bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
     k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
@@ -70,6 +70,7 @@ def scratch_types(
     *,
     group: int,
     head_dim: int,
+    v_head_dim: int | None = None,
     page_size: int,
     dtype: Any,
     kv_dtype: Any = None,
@@ -80,6 +81,7 @@ def scratch_types(
     """Return the types of the shared memory of a program.
 
     Args:
+        v_head_dim: of V, if it is not `head_dim`.
         scaled_logits: whether each token has a scale of its own, if pages are int8 or fp8.
         converted: `ConvertedRows` of the call, or None.
     """
@@ -89,15 +91,21 @@ def scratch_types(
     q: Any = plgpu.SMEM(
         (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
     )
-    out = store_buffer(num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype)
-    if convert:
-        results = plgpu.SMEM((num_q_stages, *out.shape), dtype)
+    of_v = head_dim if v_head_dim is None else v_head_dim
+    out = store_buffer(num_warpgroups=num_consumers, head_dim=of_v, dtype=dtype)
+    if convert or of_v != head_dim:  # there is no room for both
         # Queries and results of one stage and consumer have the same place and are never both in
-        # use. To the interpreter's search for races a union is one buffer.
+        # use. Other consumers may still use theirs, so results have as many rows as fill that
+        # place. To the interpreter's search for races a union is one buffer.
+        width = out.shape[-1]
+        results = plgpu.SMEM(
+            (num_q_stages, num_consumers, WG_ROWS * head_dim // width, width), dtype
+        )
         q, out = (q, results) if interpret else plgpu.RefUnion(q, results), None
     ring = Ring.types(
         config,
         head_dim=head_dim,
+        v_head_dim=of_v,
         page_size=config.block_k if convert else page_size,  # the converter copies full blocks
         dtype=dtype,
         num_consumers=num_consumers,

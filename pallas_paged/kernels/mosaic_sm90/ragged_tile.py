@@ -105,7 +105,7 @@ class TileRows:
 class RaggedOutputs:
     """Results of the ragged kernel and its merge: arrays, refs or types."""
 
-    out: Any  # [T, Hq, D]
+    out: Any  # [T, Hq, D of V]
     partials: Any  # Partials [head tiles, partials, warpgroups, 64, ..]; None in the merge
     lse: Any  # f32[T, Hq], or None where it is not wanted
 

@@ -36,7 +36,7 @@ class Ring:
     """Refs of a ring, or their types."""
 
     k: Any  # [num_stages, block_k, head_dim] in shared memory
-    v: Any
+    v: Any  # [num_stages, block_k, v_head_dim]
     k_full: Any  # barriers [num_stages], complete when all pages of a block have arrived
     v_full: Any
     k_free: Any  # barriers [num_stages], complete when all consumers have used a block
@@ -52,15 +52,24 @@ class Ring:
 
     @classmethod
     def types(
-        cls, config: Any, *, head_dim: int, page_size: int, dtype: Any, num_consumers: int
+        cls,
+        config: Any,
+        *,
+        head_dim: int,
+        v_head_dim: int,
+        page_size: int,
+        dtype: Any,
+        num_consumers: int,
     ) -> Ring:
         """Return the types of the refs."""
         num_stages, block_k = config.num_stages, config.block_k
-        shape = (num_stages, block_k, head_dim)
-        block = plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(dtype))
+        k, v = (
+            plgpu.SMEM((num_stages, block_k, dim), dtype, transforms=wgmma_transforms(dtype))
+            for dim in (head_dim, v_head_dim)
+        )
         full = plgpu.Barrier(num_arrivals=max(block_k // page_size, 1), num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)
-        return cls(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
+        return cls(k=k, v=v, k_full=full, v_full=full, k_free=free, v_free=free)
 
 
 def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:

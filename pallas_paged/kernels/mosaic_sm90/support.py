@@ -15,6 +15,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
+V_HEAD_DIMS = ((192, 128),)  # of K and of V, where they differ
 LATENT_DIMS = (512, 64)  # of the latent, and of the rotary key behind it
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
@@ -33,10 +34,10 @@ def why_not_call(call: Call) -> str | None:
     """Return why the ragged kernel can't do a call, or None. A config may need Mosaic."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
-    one_byte = call.kv_dtype in (jnp.int8, jnp.float8_e4m3fn)
+    one_byte = call.kv_dtype in (jnp.int8, jnp.float8_e4m3fn) and call.v_head_dim is None
     if call.kv_dtype != call.dtype and not one_byte:
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
-    if call.head_dim not in HEAD_DIMS:
+    if call.head_dim not in HEAD_DIMS and call.v_head_dim is None:
         return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
     if call.page_size < MIN_PAGE_SIZE:
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
@@ -99,6 +100,7 @@ def _why_not_config(call: Call) -> str | None:
         config,
         group=call.group,
         head_dim=call.head_dim,
+        v_head_dim=call.v_head_dim,
         kv_dtype=call.kv_dtype,
     )
     limit = call.device.shared_memory
@@ -114,13 +116,15 @@ def shared_memory(
     *,
     group: int,
     head_dim: int,
+    v_head_dim: int | None = None,
     kv_dtype: Any = jnp.bfloat16,
 ) -> int:
     """Return the bytes of shared memory that a program of the ragged kernel needs. Imports Mosaic.
 
     Args:
         group: query heads of a KV head.
-        head_dim: of the queries, K and V.
+        head_dim: of the queries and K.
+        v_head_dim: of V, if it is not `head_dim`.
         kv_dtype: of the pages; queries have 16-bit elements.
     """
     from pallas_paged.kernels.mosaic import ops
@@ -128,7 +132,8 @@ def shared_memory(
 
     one_byte = jnp.dtype(kv_dtype).itemsize == 1
     # The page size changes only how often a barrier is arrived at.
-    sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
-    sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
+    sizes: Any = {"group": group, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    sizes |= {"page_size": config.block_k, "dtype": jnp.bfloat16}
+    sizes |= {"kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
     types = ragged.scratch_types(config, **sizes)
     return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)

@@ -71,6 +71,10 @@ def test_shared_memory_is_the_sum_of_the_tiles():
     assert one_byte == (2 * 64 + 64 + 2 * 16 + 1 + 2) * kb
     one = dataclasses.replace(RAGGED, num_consumers=1, num_q_stages=1)
     assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 2) * kb
+    # K of 192 elements and V of 128; results take the place of queries
+    narrow = dataclasses.replace(RAGGED, num_q_stages=1)
+    size = dict(head_dim=192, v_head_dim=128)
+    assert shared_memory(narrow, group=1, **size) == (2 * (48 + 32) + 48 + 2) * kb
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pallas_paged.attention.cascade import cascade_attention
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
 from pallas_paged.attention.kv_cache import PagedKVCache
-from pallas_paged.attention.mla import mla_attention
+from pallas_paged.attention.mla import mla_attention, mla_prefill
 from pallas_paged.attention.options import (
     AttentionOptions,
     Implementation,
@@ -72,6 +72,7 @@ __all__ = [
     "free_before",
     "merge_attention_states",
     "mla_attention",
+    "mla_prefill",
     "paged_attention",
     "ragged_paged_attention",
     "release",

@@ -114,7 +114,7 @@ def test_examples_of_experts_equal_an_oracle(names, capsys):
 
 
 def test_example_of_latents_equals_an_oracle(names, capsys):
-    assert run_examples(text_of("docs/mla.md"), names, capsys) == 1
+    assert run_examples(text_of("docs/mla.md"), names, capsys) == 2
     layer, table = names["layer"], names["table"]
     pages = np.asarray(layer.k_pages).transpose(2, 0, 1, 3)
     q = np.concatenate([names["absorbed"], names["arrays"][1]], axis=-1)

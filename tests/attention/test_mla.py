@@ -73,6 +73,15 @@ class Heads:
         out = np.exp(logits - lse[..., None]) @ v
         return np.float32(out.swapaxes(0, 1)), np.float32(lse.T)
 
+    def prefilled(self, tokens):
+        """The same by `mla_prefill`."""
+        q = np.concatenate([self.q_nope, self.q_pe], axis=-1)[tokens]
+        latents, ends = self.latents[tokens], np.int32([0, len(q)])
+        k_nope = np.einsum("tl,hnl->thn", latents, self.w_uk)
+        v = np.einsum("tl,hlv->thv", latents, self.w_uv)
+        prefill = jax.jit(partial(pp.mla_prefill, return_lse=True))
+        return prefill(q, k_nope, self.k_pe[tokens], v, ends)
+
     def of_latents(self, tokens, length, **options):
         """The same of tokens that see a text of a length, by absorbed queries."""
         absorbed = np.einsum("thn,hnl->thl", self.q_nope[tokens], self.w_uk)
@@ -95,7 +104,7 @@ def test_older_tokens_by_latents_and_new_ones_by_heads_merge_into_all():
     """As docs/mla.md says of a chunk of a prompt: the new tokens are not absorbed."""
     heads, first = Heads(), 7
     new = slice(first, None)
-    parts = heads.of_latents(new, first, causal=False), heads.of_heads(new)
+    parts = heads.of_latents(new, first, causal=False), heads.prefilled(new)
     merged = jax.jit(pp.merge_attention_states)(*map(np.stack, zip(*parts, strict=True)))
     for a, b in zip(merged, heads.of_heads(slice(None)), strict=True):
         np.testing.assert_allclose(a, b[first:], rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ from bench.measuring import calls
 from bench.parallel import __main__ as parallel
 from bench.parallel import calls as parallel_calls
 from bench.prefill import __main__ as prefill
+from bench.prefill import mla as mla_prompts
 from bench.serving import long_prompt, start, trainer
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
@@ -53,6 +54,16 @@ def test_prefill(dry_run) -> None:
     ours, mha = (shape["results"][name] for name in ("ours", "mha"))
     assert shape["num_queries"] == 9 and ours["relative_l2"] < 5e-3
     assert ours["kernel_us"]["median"] == 4.0 and "one length" in mha["reason"]
+
+
+@on_a_clock
+def test_prompts_of_latents_in_both_forms(dry_run) -> None:
+    run, tables = dry_run(mla_prompts, *CALLS)
+    (shape,) = run["shapes"]
+    assert shape["num_flops"] == 2 * 4 * (12 + 8 + 12) * ((4 + 5) * 5 + (30 + 31 + 32) + 17)
+    for result in shape["results"].values():
+        assert result["status"] == "ok" and result["relative_l2"] < 1e-2
+    assert [row["by"] for row in by_column(tables)] == [["absorbed"], ["by heads"]]
 
 
 @on_a_clock

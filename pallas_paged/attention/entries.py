@@ -87,8 +87,8 @@ def paged_attention(
 
     Returns:
         out `[B, num_q_heads, head_dim]`, with the head_dim of V, in the dtype of `q`; or
-        `(out, lse)` with the natural-log `lse` f32`[B, num_q_heads]`. A sequence of length 0 gives `out = 0`, `lse = -inf`, with or
-        without sinks.
+        `(out, lse)` with the natural-log `lse` f32`[B, num_q_heads]`. A sequence of length 0 gives
+        `out = 0`, `lse = -inf`, with or without sinks.
 
     Raises:
         ValueError: a shape, dtype, head count or option breaks a rule above.
@@ -165,8 +165,8 @@ def ragged_paged_attention(
 
     Returns:
         out `[T, num_q_heads, head_dim]`, with the head_dim of V, in the dtype of `q`; or
-        `(out, lse)` with the natural-log `lse` f32`[T, num_q_heads]`. Padding tokens and queries that see no key give `out = 0`,
-        `lse = -inf`.
+        `(out, lse)` with the natural-log `lse` f32`[T, num_q_heads]`. Padding tokens and queries
+        that see no key give `out = 0`, `lse = -inf`.
 
     Raises:
         ValueError, NotImplementedError, TypeError: as `paged_attention`.

@@ -205,7 +205,7 @@ def mla_prefill(
 
     # Gathered before they are joined, so that XLA makes one pass of both.
     nope, rope = paged(arrays["k_nope"]), paged(arrays["k_pe"])[..., None, :]
-    rope = rope + jnp.zeros_like(nope[..., :1])  # as many heads, sharded alike
+    rope = jnp.where(True, rope, nope[..., :1])  # for all heads, and sharded as they are
     layer = LayerKV(jnp.concatenate([nope, rope], axis=-1), paged(arrays["v"]))
     call: Any = ragged_paged_attention
     return call(arrays["q"], layer, tables, lens, offsets, return_lse=return_lse, **options)

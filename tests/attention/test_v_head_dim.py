@@ -27,7 +27,7 @@ CALLS = [(decode, DECODE), (ragged, RAGGED)]
 BOTH = pytest.mark.parametrize(("function", "case"), CALLS, ids=["decode", "ragged"])
 SINKS = np.linspace(-1, 2, 4, dtype=np.float32)
 OPTIONS = dict(soft_cap=3.0, sliding_window=20, sinks=SINKS)
-HOPPERS = [x for x in implementations_here() if x == "mosaic_sm90"]
+MOSAIC = [x for x in implementations_here() if x.startswith("mosaic")]
 
 
 @BOTH
@@ -39,10 +39,10 @@ def test_results_have_the_head_dim_of_v_and_match_the_oracle(function, case, opt
     assert_close(actual, arrays, case.tolerance, **options)
 
 
-@pytest.mark.parametrize("implementation", HOPPERS)
+@pytest.mark.parametrize("implementation", MOSAIC)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-def test_the_kernel_of_hopper_matches_the_oracle(implementation, dtype, options):
+def test_kernels_match_the_oracle(implementation, dtype, options):
     rows = dict(seq_lens=(700, 0, 65, 300), q_lens=(700, 0, 1, 130), pages_per_seq=44)
     case = replace(RAGGED, page_size=16, dtype=dtype, **rows).on(implementation)
     call = partial(ragged, implementation=implementation, **options)
@@ -97,8 +97,8 @@ def test_gradient_is_that_of_finite_differences(function, case):
         np.testing.assert_allclose((gradient * step).sum(), (ends[0] - ends[1]) / 2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("implementation", HOPPERS)
-def test_gradient_of_the_kernel_is_that_of_xla(implementation):
+@pytest.mark.parametrize("implementation", MOSAIC)
+def test_gradient_of_kernels_is_that_of_xla(implementation):
     rows = dict(seq_lens=(70, 30), q_lens=(70, 9), num_tokens=80, page_size=16)
     q, k, v, *rest = replace(RAGGED, **rows).on(implementation).make(poison=False)
 
@@ -150,11 +150,12 @@ def test_families_refuse_other_sizes_by_name(family, function, case, any_jax):
         entry(*case.make(), **raw.by(f"{family}_interpret"))
 
 
-def test_hopper_has_no_one_byte_pages_of_two_head_dims(any_jax):
-    case = RAGGED.on("mosaic_sm90")
+@pytest.mark.parametrize("family", ["mosaic_sm90", "mosaic_sm80"])
+def test_kernels_have_no_one_byte_pages_of_two_head_dims(family, any_jax):
+    case = RAGGED.on(family)
     stored, _ = Quantized(case=case, kv_dtype="int8").make()
     with pytest.raises(NotImplementedError, match="needs pages of q's dtype bfloat16, not of int8"):
-        ragged(*stored, implementation="mosaic_sm90_interpret")
+        ragged(*stored, implementation=f"{family}_interpret")
 
 
 @pytest.mark.parametrize("dim", [0, 33])

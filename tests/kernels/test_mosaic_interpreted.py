@@ -157,6 +157,7 @@ NARROW = NarrowCase(
     page_size=16, pages_per_seq=7, seq_lens=(40, 100), q_lens=(40, 3), num_q_heads=2
 )
 NARROW = NARROW.on(HOPPER)  # K of 192 and V of 128 elements
+NARROW_GROUP = dataclasses.replace(NARROW, num_q_heads=4)
 GROUP_OF_20 = rows(num_q_heads=20, seq_lens=(70, 9), q_lens=(5, 3))
 LARGE_PAGES = dict(page_size=128, pages_per_seq=1)
 TREE = np.random.default_rng(0).random((3, 5, 5)) < 0.5
@@ -180,6 +181,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
         (HOPPER, MIXED, dict(config=ONE_CONSUMER, kv_layout="HND")),
         (HOPPER, MIXED, dict(config=dict(num_consumers=3), sliding_window=30)),
         (HOPPER, NARROW, dict(config=ONE_Q_STAGE)),
+        (AMPERE, NARROW, dict(config=TWO_WARPGROUPS)),
         *((family, GROUP_OF_20, OF_20) for family in CONFIGS),
         (AMPERE, GROUP_OF_20, dict(OF_20, config=dict(block_k=16))),
         (HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE)),
@@ -192,11 +194,8 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
     ],
     [
         *((family, TWO_LONG, dict(config=dict(fixed_split_size=128))) for family in CONFIGS),
-        (
-            HOPPER,
-            dataclasses.replace(NARROW, num_q_heads=4),
-            dict(ALL, config=dict(ONE_Q_STAGE, fixed_split_size=64)),
-        ),
+        (HOPPER, NARROW_GROUP, dict(ALL, config=dict(ONE_Q_STAGE, fixed_split_size=64))),
+        (AMPERE, NARROW_GROUP, dict(ALL, config=dict(fixed_split_size=64), kv_layout="NHD")),
         (AMPERE, ampere_columns, dict(config=dict(block_k=16))),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_paged as pp
 from pallas_paged.attention import context_parallel as cp
 from tests.support import raw
-from tests.support.attention_cases import Case, cumulated
+from tests.support.attention_cases import Case, NarrowCase, cumulated
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.devices import implementations_here
 from tests.support.kv_pools import copies_of, pool_bytes
@@ -32,6 +32,7 @@ SIZES = dict(num_layers=2, num_pages=40, num_kv_heads=2, page_size=4, head_dim=1
 # An empty row, a row of one page, rows on all devices; table entries and slots of no row are junk.
 GQA = Case(head_dim=16, page_size=4, seq_lens=(37, 0, 3, 64), pages_per_seq=16, num_pages=40)
 MQA = replace(GQA, num_kv_heads=1)
+NARROW = NarrowCase(**vars(GQA), v_head_dim=8)
 
 
 def mesh_of(num_context: int, num_tensor: int = 1) -> Mesh:
@@ -76,6 +77,7 @@ KERNELS = [name for name in implementations_here() if name != "xla"]
         (MQA, (2,), OPTIONS),
         (GQA, (2, 2), OPTIONS | SHARD_HEADS),
         (replace(GQA, dtype="float16"), (2, 2), {"sinks": SINKS}),
+        (NARROW, (2, 2), {}),
         (INT8, (2, 2), {}),
         (replace(INT8, per_tensor=True), (2, 2), {}),
         *((GQA.on(name), (2,), dict(sinks=SINKS, implementation=name)) for name in KERNELS),

@@ -244,7 +244,7 @@ def real_programs() -> list[Program]:
             if family != "mosaic_sm90":  # which decodes by the kernel of mosaic_sm80
                 found.append(decode(head_dim=head_dim))
         found.append(ragged(num_seqs=64, num_tokens=192))
-        if family == "mosaic_sm90":  # prompts of DeepSeek
+        if family != "triton":  # prompts of DeepSeek
             found.append(ragged(num_kv_heads=32, head_dim=192, v_head_dim=128))
         if family == "mosaic_sm80":  # other numbers of programs, blocks and columns than above
             found.append(decode(num_seqs=1, max_kv_len=8192))

@@ -6,6 +6,8 @@ import inspect
 
 import jax
 
+V_HEAD_DIMS = ((192, 128),)  # of K and of V of ragged calls, where they differ
+
 
 def why_not_jax() -> str | None:
     """Return why the kernels can't be built with this JAX, or None."""

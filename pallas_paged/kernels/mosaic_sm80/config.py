@@ -236,18 +236,24 @@ def result_columns(head_dim: int) -> tuple[int, int]:
 
 
 def ragged_shared_memory(
-    config: MosaicSm80RaggedConfig, *, head_dim: int, itemsize: int, **_: int
+    config: MosaicSm80RaggedConfig,
+    *,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    itemsize: int,
+    **_: int,
 ) -> int:
     """Return the bytes of shared memory that a program of the ragged kernel needs at most.
 
     Args:
         config: of the kernel.
         head_dim, itemsize: of K and V.
+        v_head_dim: of V, if it is not `head_dim`.
         _: sizes that decoding needs.
     """
     block_k = config.block_k
     one_byte = itemsize == 1
-    columns_of_v = result_columns(head_dim)[1]
+    columns_of_v = result_columns(v_head_dim or head_dim)[1]
     buffers = [
         (2 * head_dim + 16) * config.block_q,
         4 * config.block_q,
@@ -271,6 +277,7 @@ def ragged_config(
     num_seqs: int,
     itemsize: int,
     num_sms: int,
+    v_head_dim: int | None = None,
     shared_memory: int = HOPPER_SHARED_MEMORY,
     **_: int,
 ) -> MosaicSm80RaggedConfig:
@@ -280,15 +287,16 @@ def ragged_config(
         num_tokens: packed query tokens.
         num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms, shared_memory:
             as in `decode_config`.
+        v_head_dim: of V, if it is not `head_dim`.
         _: sizes that other heuristics need.
     """
     rows = num_tokens * num_q_heads // num_kv_heads
     # A thread has 128 f32 of results and 64 logits; with more it runs out of registers.
-    tiles = [(1, 64)]
+    narrow, tiles = (v_head_dim or head_dim) <= 128, [(1, 64)]
     if rows > 64 * num_seqs:
-        tiles = [(2, 128)] * (head_dim <= 128) + [(2, 64), (1, 64)]
+        tiles = [(2, 128)] * narrow + [(2, 64), (1, 64)]
     loops = [(*tile, block_k, 1) for tile, block_k in itertools.product(tiles, (64, 32, 16))]
-    if rows > 64 * num_seqs and head_dim <= 128 and itemsize > 1:
+    if rows > 64 * num_seqs and narrow and itemsize > 1:
         # Two programs of 128 rows are faster than one of 256, but not where each converts K and V.
         loops.insert(0, (1, 128, 64, 2))
     for num_warpgroups, num_rows, block_k, least_programs in loops:
@@ -298,7 +306,9 @@ def ragged_config(
             num_warpgroups=num_warpgroups,
             num_programs=1,
         )
-        needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize)
+        needed = ragged_shared_memory(
+            config, head_dim=head_dim, v_head_dim=v_head_dim, itemsize=itemsize
+        )
         if needed + 1024 <= (shared_memory + 1024) // least_programs:
             break
     # Two warpgroups have all registers of an SM.

@@ -21,6 +21,7 @@ class MosaicSm80(Family):
         "ragged": MosaicSm80RaggedConfig,
     }
     reads_latents = True
+    v_head_dims = mosaic_support.V_HEAD_DIMS
 
     def why_not_device(self, device: Device) -> str | None:
         return device.why_not(least="8.0")

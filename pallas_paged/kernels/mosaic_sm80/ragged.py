@@ -56,12 +56,13 @@ def ragged_paged_attention(
     with_lse: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
+    """Attend with the newest tokens of each sequence; return `(out [T, Hq, Dv], lse f32[T, Hq])`.
 
     `arrays.q_positions` are the positions of the queries, if given; all keys are older then.
     Without `with_lse` the second result is None.
     """
     num_tokens, num_q_heads, head_dim = arrays.q.shape
+    v_head_dim = arrays.v_head_dim
     num_kv_heads, group, block_q = arrays.num_kv_heads, arrays.group, config.block_q
     with jax.named_scope("ragged_plan"):
         num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
@@ -78,9 +79,9 @@ def ragged_paged_attention(
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
     outputs = RaggedOutputs(
         # The merge has references to these two.
-        out=result_shape(inputs.q.shape, arrays.q.dtype, varying=False),
+        out=result_shape((len(inputs.q), v_head_dim), arrays.q.dtype, varying=False),
         partials=wgmma_ops.Partials(
-            out=result_shape((*partials, head_dim), jnp.float32),
+            out=result_shape((*partials, v_head_dim), jnp.float32),
             lse=result_shape(partials, jnp.float32),
         ),
         lse=lse_type if with_lse else None,
@@ -88,6 +89,7 @@ def ragged_paged_attention(
     scratch = scratch_types(
         config,
         head_dim=head_dim,
+        v_head_dim=v_head_dim,
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
         scales_by_token=inputs.pool.scales_by_token,
@@ -119,7 +121,7 @@ def ragged_paged_attention(
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
             # Parts of a result, and behind them the heads of an item, are neighbours.
-            grid=(plan.items.shape[0] * num_kv_heads * result_columns(head_dim)[0],),
+            grid=(plan.items.shape[0] * num_kv_heads * result_columns(v_head_dim)[0],),
             grid_names=("program",),
             **threads,
         ),
@@ -137,7 +139,7 @@ def ragged_paged_attention(
         group=group,
         interpret=interpret,
     )
-    out = varying_by_device(out.reshape(num_tokens, num_q_heads, head_dim))
+    out = varying_by_device(out.reshape(num_tokens, num_q_heads, v_head_dim))
     if lse is not None:
         lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
     return out, lse

@@ -47,10 +47,16 @@ class Pool(Pages):
         return cls.with_pages(arrays, *arrays.kv_pages)
 
     @property
+    def units(self) -> tuple[int, ...]:
+        """Bytes of K and of V that a place counts: chunks or, if these differ in size, rows."""
+        rows = tuple(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in (self.k, self.v))
+        return (CHUNK, CHUNK) if rows[0] == rows[1] else rows
+
+    @property
     def strides(self) -> dict[str, int]:
-        """Chunks of 16 bytes from one page, token, head or half of a pair to the next."""
+        """Units from one page, token, head or half of a pair to the next, of K and of V."""
         strides = ops.strides(self.layout.axes, self.k)
-        return {letter: strides[letter] // CHUNK for letter in strides if letter != "D"}
+        return {letter: strides[letter] // self.units[K] for letter in strides if letter != "D"}
 
     @property
     def scale_strides(self) -> dict[str, int]:
@@ -75,8 +81,8 @@ class Buffers:
     Attributes:
         k, v: `[2, block_k, columns + pad]`, 16 bits an element: all of K, the program's of V.
         raw_k, raw_v: one-byte rows `[block_k, columns]` as they arrive, or None.
-        places: i32`[3, block_k]`, chunks of 16 bytes from the start of the pool to each row, and
-            elements from the start of the scales to each scale.
+        places: i32`[3, block_k]`, `Pool.units` from the start of the pool to each row, and elements
+            from the start of the scales to each scale.
         scales: f32`[2, 4, block_k]` of the tokens of K and of V, or None.
     """
 
@@ -89,10 +95,17 @@ class Buffers:
 
     @classmethod
     def types(
-        cls, *, block_k: int, head_dim: int, dtype: Any, kv_dtype: Any, scales_by_token: bool
+        cls,
+        *,
+        block_k: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: Any,
+        kv_dtype: Any,
+        scales_by_token: bool,
     ) -> Buffers:
         """Return the types of the refs."""
-        _, columns_of_v = result_columns(head_dim)
+        _, columns_of_v = result_columns(v_head_dim)
         one_byte = jnp.dtype(kv_dtype).itemsize == 1
 
         def rows(columns):
@@ -224,7 +237,7 @@ class Stream:
                 pages,
                 _slot(places[0], block),
                 base,
-                unit=CHUNK,
+                unit=pool.units[kv],
                 row_bytes=columns.size * itemsize,
                 interpret=self.interpret,
             )

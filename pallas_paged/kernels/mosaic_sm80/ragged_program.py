@@ -68,7 +68,7 @@ class RaggedInputs:
 class RaggedOutputs:
     """Results of the kernel: arrays, refs or types."""
 
-    out: Any  # [T * Hq, D]
+    out: Any  # [T * Hq, D of V]
     partials: wgmma_ops.Partials  # [Hkv, partials, R, ..]
     lse: Any  # f32[T * Hq], or None where it is not wanted
 
@@ -87,6 +87,7 @@ def scratch_types(
     config: MosaicSm80RaggedConfig,
     *,
     head_dim: int,
+    v_head_dim: int | None = None,
     dtype: DTypeLike,
     kv_dtype: DTypeLike,
     scales_by_token: bool,
@@ -104,6 +105,7 @@ def scratch_types(
         buffers=Buffers.types(
             block_k=config.block_k,
             head_dim=head_dim,
+            v_head_dim=v_head_dim or head_dim,
             dtype=dtype,
             kv_dtype=kv_dtype,
             scales_by_token=scales_by_token,
@@ -134,13 +136,13 @@ class Program:
             self.scratch,
             self.interpret,
         )
-        num_kv_heads, head_dim = inputs.pool.num_kv_heads, inputs.q.shape[-1]
-        num_parts = result_columns(head_dim)[0]
+        num_kv_heads, v_head_dim = inputs.pool.num_kv_heads, outputs.out.shape[-1]
+        num_parts = result_columns(v_head_dim)[0]
         program: Any = lax.axis_index("program")
         part: Any = 0
         if num_parts > 1:
             program, part = lax.div(program, num_parts), lax.rem(program, num_parts)
-        columns = columns_of_part(part, head_dim)
+        columns = columns_of_part(part, v_head_dim)
         kv_head = lax.rem(program, num_kv_heads)
         work = unpack(WorkDescriptor, inputs.items, lax.div(program, num_kv_heads))
         rows = RaggedRows(
@@ -167,7 +169,7 @@ class Program:
                     scratch.q.at[self.wg],
                     scratch.rows.at[self.wg],
                     *finish(state, sinks),
-                    head_dim=head_dim,
+                    head_dim=v_head_dim,
                     interpret=interpret,
                 )
 

@@ -37,6 +37,8 @@ def why_not_call(call: Call) -> str | None:
         return reason
     if call.rope_dim:
         return _why_not_latents(call)
+    if call.v_head_dim is not None and call.kv_dtype != call.dtype:
+        return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
     if call.head_dim * call.kv_dtype.itemsize % COPY_BYTES:
         elements = COPY_BYTES // call.kv_dtype.itemsize
         return (
@@ -49,12 +51,13 @@ def why_not_call(call: Call) -> str | None:
             f"not {call.head_dim}"
         )
     config = config_of(call)
-    if getattr(config, "rows_per_warpgroup", 0) > 64 and call.head_dim > 128:
+    v_head_dim = call.v_head_dim or call.head_dim
+    if getattr(config, "rows_per_warpgroup", 0) > 64 and v_head_dim > 128:
         return (
             "has registers for 64 query rows of a warpgroup, not for "
-            f"{config.rows_per_warpgroup}, with head_dim={call.head_dim}"
+            f"{config.rows_per_warpgroup}, with head_dim={v_head_dim}"
         )
-    sizes = {
+    sizes: dict[str, Any] = {
         "group": call.group,
         "head_dim": call.head_dim,
         "itemsize": call.kv_dtype.itemsize,
@@ -62,7 +65,7 @@ def why_not_call(call: Call) -> str | None:
     if call.kernel == "decode":
         needed = decode_shared_memory(config, **sizes)
     else:
-        needed = ragged_shared_memory(config, **sizes)
+        needed = ragged_shared_memory(config, v_head_dim=call.v_head_dim, **sizes)
     return _why_not_memory(call, config, needed)
 
 

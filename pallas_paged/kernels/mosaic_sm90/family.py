@@ -19,8 +19,6 @@ class _MosaicSm90(MosaicSm80):
     name = "mosaic_sm90"
     configs: ClassVar[dict[Kernel, type]] = MosaicSm80.configs | {"ragged": MosaicSm90RaggedConfig}
 
-    v_head_dims = support.V_HEAD_DIMS
-
     def why_not_device(self, device: Device) -> str | None:
         return support.why_not_device(device)
 

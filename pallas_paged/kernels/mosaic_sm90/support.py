@@ -15,7 +15,6 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
-V_HEAD_DIMS = ((192, 128),)  # of K and of V, where they differ
 LATENT_DIMS = (512, 64)  # of the latent, and of the rotary key behind it
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory

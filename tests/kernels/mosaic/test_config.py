@@ -94,6 +94,16 @@ def test_heuristic_configs_fit_into_shared_memory(head_dim, kv_dtype):
             assert shared_memory(config, **kernel) <= 227 * 1024, call
 
 
+@pytest.mark.parametrize("num_tokens", [8, 100_000])
+def test_sm90_config_of_a_narrow_v_fits_into_shared_memory(num_tokens):
+    dims = dict(head_dim=192, v_head_dim=128)
+    for group in (1, 4, 8, 16, 17, 24, 32, 40, 64):
+        heads = dict(num_q_heads=2 * group, num_kv_heads=2)
+        sizes = dict(RAGGED_SIZES, num_tokens=num_tokens, itemsize=2, **heads)
+        config = ragged_config(**sizes | dims)
+        assert shared_memory(config, group=group, **dims) <= 227 * 1024, group
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_seqs", "num_q_heads", "wanted"),
     [
@@ -184,3 +194,14 @@ def test_sm80_ragged_config_fits_into_shared_memory(most, num_tokens):
         needed = sm80.ragged_shared_memory(config, **sizes)
         buffers = buffers_of(sm80_ragged, config, head_dim, kv_dtype, sm80_ragged.COMPILER_PARAMS)
         assert buffers <= needed <= most, sizes
+
+
+@pytest.mark.parametrize("num_tokens", [8, 4096])
+@pytest.mark.parametrize("most", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_sm80_config_of_a_narrow_v_fits_into_shared_memory(most, num_tokens):
+    sizes = dict(head_dim=192, v_head_dim=128, itemsize=2)
+    call = dict(SIZES, num_tokens=num_tokens, max_kv_len=8192, num_seqs=8, num_sms=108)
+    config = sm80.ragged_config(**call | sizes, shared_memory=most)
+    call = sm80_ragged, config, 192, "bfloat16", sm80_ragged.COMPILER_PARAMS
+    buffers = buffers_of(*call, v_head_dim=128)
+    assert buffers <= sm80.ragged_shared_memory(config, **sizes) <= most

@@ -54,9 +54,10 @@ def tuned(call: Call, family: Family) -> Call:
     """Return the call with the file's config for it, or as it is if there is none that can run."""
     path = os.environ.get(VARIABLE)
     # A fixed split size has a config for all batches. `bench.tune` has no queries of 32 bits, which
-    # need smaller tiles.
+    # need smaller tiles, and no V of another size than K.
     chosen = call.config is not None or call.fixed_split_size is not None
-    if not path or chosen or call.rope_dim or call.dtype.itemsize != 2:
+    untuned = call.rope_dim or call.v_head_dim is not None or call.dtype.itemsize != 2
+    if not path or chosen or untuned:
         return call
     kind, sizes, found = call.device.kind, sizes_of(call), _entries(path)
     if found and not any(entry.device == kind for entry in found):

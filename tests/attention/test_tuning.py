@@ -112,6 +112,14 @@ NOT_USED = {
 }
 
 
+@needs_mosaic
+def test_calls_of_a_narrow_v_take_no_config_and_warn_of_none(write, caplog):
+    call = replace(PREFILL, num_kv_heads=32, head_dim=192, v_head_dim=128)
+    before = chosen(call, "mosaic_sm90")
+    write([entry(call, "mosaic_sm90"), entry(PREFILL, "mosaic_sm90")])
+    assert chosen(call, "mosaic_sm90") == before and not caplog.records
+
+
 @needs_triton
 @pytest.mark.parametrize("name", NOT_USED)
 def test_other_calls_do_not_take_the_config(write, name):

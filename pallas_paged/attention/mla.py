@@ -163,10 +163,10 @@ def mla_prefill(
     tokens see of a cached context comes by `mla_attention(..., causal=False, return_lse=True)`, and
     `merge_attention_states` joins both.
 
-    It is `ragged_paged_attention` over pages made here. Those of one sequence are `v` itself, but
-    for a last page that is not full. With more, each begins a page, and K and V are copied once.
-    Tokens of `q`, `k_nope`, `k_pe` and `v` are those of one sequence after another. On a mesh the
-    heads may be sharded.
+    It is `ragged_paged_attention` over pages that are made here. With one sequence the pages of V
+    are `v` itself if they are full. Otherwise V is copied once, as K is in any case: each sequence
+    begins a page. The tokens of all arguments are those of one sequence after another. On a mesh
+    the heads may be sharded.
 
     Args:
         q: f32, bf16 or f16 `[T, num_heads, head_dim]`, the rotated elements last.

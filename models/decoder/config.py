@@ -117,6 +117,8 @@ class ModelConfig:
         for name in ("rms_norm_eps", "rope_theta", *_POSITIVE_OR_NONE):
             if getattr(self, name) is not None or name not in _POSITIVE_OR_NONE:
                 check_positive(name, getattr(self, name))
+        if self.experts is not None and self.activation != "silu":
+            raise ValueError(f"activation={self.activation!r} must be 'silu' with experts")
         if not (self.pre_norms or self.post_norms):
             raise ValueError("pre_norms or post_norms must be True: branches must be normed")
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim

@@ -25,8 +25,8 @@ class ExpertsConfig:
         is_sigmoid: whether scores are sigmoids, and a bias takes part in the choice: DeepSeek V3's
             rule. Otherwise they are a softmax.
         bias: whether the router and the products of experts have biases.
-        swiglu_limit, swiglu_alpha: of gpt-oss, whose experts clamp gate and up to the limit, and
-            whose sigmoids have the factor alpha; None: they are SwiGLUs.
+        swiglu_limit: of gpt-oss, whose experts clamp gate and up, see `fused_experts`; None: they
+            are SwiGLUs.
     """
 
     n_routed_experts: int
@@ -41,7 +41,6 @@ class ExpertsConfig:
     is_sigmoid: bool = False
     bias: bool = False
     swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.0
 
     @property
     def shared_size(self) -> int:
@@ -55,7 +54,6 @@ class ExpertsConfig:
         check_positive("routed_scaling_factor", self.routed_scaling_factor)
         if self.swiglu_limit is not None:
             check_positive("swiglu_limit", self.swiglu_limit)
-        check_positive("swiglu_alpha", self.swiglu_alpha)
         n_routed_experts, n_group, topk_group = self.n_routed_experts, self.n_group, self.topk_group
         if n_routed_experts % n_group:
             raise ValueError(f"{n_routed_experts=} must be a multiple of {n_group=}")

@@ -120,7 +120,6 @@ def _read_gpt_oss(keys: Keys, fields: Fields) -> Fields:
         moe_intermediate_size=fields["intermediate_size"],
         bias=True,
         swiglu_limit=keys["swiglu_limit"],
-        swiglu_alpha=keys["swiglu_alpha"],
     )
     return dict(experts=experts, stored_as="gpt_oss_mxfp4" if is_mxfp4(keys) else "gpt_oss")
 
@@ -271,6 +270,7 @@ FAMILIES: Mapping[str, Family] = {
             ),
         ),
         fields=dict(sinks=True),
+        only=dict(swiglu_alpha=(1.702,)),
         windows="pattern",
         read=_read_gpt_oss,
     ),

@@ -34,7 +34,7 @@ _SHARDED_AXES = {
 def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return how a parameter is sharded, by its path in the decoder."""
     module = path[-2]
-    axis = _SHARDED_AXES.get(module)
+    axis = 0 if "experts" in path else _SHARDED_AXES.get(module)
     if path[-1] == "sinks" or (module in ("q_norm", "k_norm") and len(shape) == 3):
         axis = 0  # heads
     if module in ("embed_tokens", "lm_head") and not is_vocab_sharded(shape[0]):

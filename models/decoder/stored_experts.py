@@ -26,12 +26,11 @@ def tensors_of_experts(
     Args:
         name: of the product, with its parents.
         leaf: "weight" or "bias".
-        shape: of the parameter: of gate and up [X, F, 2, E] or [X, F, 2], of down [E, X, F] or
-            [E, X].
+        shape: of the parameter: of gate and up [X, F, 2, E] or [X, F, 2], of down [X, E, F] or
+            [X, E].
         mxfp4: whether weights are MXFP4.
     """
-    axis = _expert_axis(name)
-    num_experts, sizes = shape[axis], shape[:axis] + shape[axis + 1 :]
+    num_experts, *sizes = shape
     if leaf == "bias":
         yield f"{name}_bias", (num_experts, int(np.prod(sizes)))
         return
@@ -45,23 +44,21 @@ def tensors_of_experts(
 
 
 def read_stacked_experts(
-    parts: Sequence[Any], module: str, index: Any, shape: tuple[int, ...], dtype: DTypeLike
+    parts: Sequence[Any], index: Any, shape: tuple[int, ...], dtype: DTypeLike
 ) -> np.ndarray:
     """Read experts, the slice of `index` on their axis, of a parameter of this shape.
 
     The host holds the stored form of one expert at a time.
     """
-    axis = _expert_axis(module)
-    start, stop, _ = index[axis].indices(shape[axis])
-    sizes = shape[:axis] + shape[axis + 1 :]
-    value = np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
+    start, stop, _ = index[0].indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
     for place, expert in enumerate(range(start, stop)):
         first, *scales = (part.read(slice(expert, expert + 1))[0] for part in parts)
         if scales:
             first = from_mxfp4(first, scales[0])
         elif first.ndim == 2:
             first = first.T  # files have [in, out]
-        np.moveaxis(value, axis, 0)[place] = first.reshape(sizes)
+        value[place] = first.reshape(shape[1:])
     return value
 
 
@@ -73,7 +70,3 @@ def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     numbers = _PAIRS[blocks].view(np.float32)
     numbers *= np.ldexp(np.float32(1), scales.astype(np.int32) - _EXPONENT_BIAS)[..., None]
     return numbers.reshape(*scales.shape[:-1], -1)
-
-
-def _expert_axis(name: str) -> int:
-    return 1 if name.endswith("down_proj") else 0

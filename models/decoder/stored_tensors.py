@@ -78,12 +78,9 @@ def tensors_of(
         name = name_of(*parents, module)
         yield from tensors_of_experts(name, str(leaf), shape, mxfp4=form.is_mxfp4)
         return
-    if "experts" in path:  # [X, F, 2, E], or of down [E, X, F]
-        num_experts, stored = shape[0], shape[1::2]
-        if len(shape) == 3:
-            num_experts, stored = shape[1], shape[::2]
-        for expert, part in itertools.product(range(num_experts), parts):
-            yield name_of(*parents, expert, part, leaf), stored
+    if "experts" in path:  # [X, F, 2, E], or of down [X, E, F]
+        for expert, part in itertools.product(range(shape[0]), parts):
+            yield name_of(*parents, expert, part, leaf), (shape[1], shape[-1])
         return
     shapes = [_stored_shape(str(module), part, shape, config) for part in parts]
     if form.is_fused and module in _FUSED:
@@ -130,7 +127,7 @@ def read_param(
 
     def read(index: Any) -> np.ndarray:  # a slice of each axis
         if "experts" in path and form.has_stacked_experts:
-            return read_stacked_experts(parts, module, index, shape, dtype)
+            return read_stacked_experts(parts, index, shape, dtype)
         if "experts" in path:
             return _read_experts(parts, index, shape, dtype)
         if config.latent is not None and module in _LATENT:
@@ -192,16 +189,16 @@ def _read_pairs(
 def _read_experts(
     parts: Sequence[Tensor], index: Any, shape: tuple[int, ...], dtype: DTypeLike
 ) -> np.ndarray:
-    """Read these experts of pairs of gate and up [X, F, 2, E], or of down [E, X, F]."""
-    axis = 1 if len(shape) == 3 else 0
-    start, stop, _ = index[axis].indices(shape[axis])
-    value = np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
+    """Read these experts of pairs of gate and up [X, F, 2, E], or of down [X, E, F]."""
+    start, stop, _ = index[0].indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    count = len(parts) // shape[0]  # tensors of an expert
     for place, expert in enumerate(range(start, stop)):
-        if axis:
-            value[:, place] = parts[expert].read()
+        stored = parts[count * expert : count * (expert + 1)]
+        if count == 1:
+            value[place] = stored[0].read()
         else:
-            gate_up = parts[2 * expert : 2 * expert + 2]
-            value[place] = _read_pairs(gate_up, slice(None), shape[1:], dtype)
+            value[place] = _read_pairs(stored, slice(None), shape[1:], dtype)
     return value
 
 

@@ -134,7 +134,7 @@ def on_each_device(
 @functools.cache
 def _build(local: Any, rule: ShardingRule, platform: str) -> Callable[..., Any]:
     def partition(mesh: Mesh, args: Sequence[Any], _: Any) -> tuple[Any, ...]:
-        mesh = _mesh_of(args)
+        mesh = mesh_of(args)
         specs = [x.sharding.spec for x in args]
         sharding = axis_sharding(rule, [x.shape for x in args], specs, mesh)
         ins, outs = (
@@ -240,9 +240,14 @@ def sources_key(*packages: str) -> str:
     return found.hexdigest()
 
 
-def _mesh_of(args: Sequence[Any]) -> Mesh:
+def mesh_of(args: Sequence[Any]) -> Mesh:
+    """Return the mesh of the arrays of a call as the partitioner shows them.
+
+    Raises:
+        ValueError: one has another sharding than a NamedSharding.
+    """
     if not all(isinstance(x.sharding, NamedSharding) for x in args):
-        raise ValueError("the arrays of attention must be on one mesh, with a NamedSharding each")
+        raise ValueError("the arrays of a call must be on one mesh, with a NamedSharding each")
     return args[0].sharding.mesh
 
 
@@ -263,7 +268,7 @@ def axis_sharding(
     for name, axes, shape, spec in zip(rule.names, rule.inputs, shapes, specs, strict=True):
         sizes.update(zip(axes, shape, strict=True))
         padded = (*spec, *[None] * (len(axes) - len(spec)))
-        given[name] = dict(zip(axes, map(_mesh_axes, padded), strict=True))
+        given[name] = dict(zip(axes, map(mesh_axes, padded), strict=True))
     _check_pool(rule, given)
 
     sharding: dict[str, tuple[str, ...]] = {}
@@ -322,7 +327,7 @@ def _check_pool(rule: ShardingRule, given: Mapping[str, Mapping[str, tuple[str, 
                 )
 
 
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes of an entry of a PartitionSpec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_paged.experts.grouped import (
     resolve,
 )
 from pallas_paged.experts.kernels.config import SWIGLU_ALPHA
+from pallas_paged.experts.partition import Routed, on_each_device
 from pallas_paged.experts.plan import SortedPairs, sort_pairs
 from pallas_paged.experts.xla import rows_at, weight_gradient, weighted_sum
 
@@ -59,9 +61,9 @@ def fused_experts(
     the order of k, without atomics, so the same inputs give the same bits. The gradients, of the
     first order, compute the features of the tokens again.
 
-    On a mesh call it in `jax.shard_map`, with a sum over devices after it. Where F is sharded,
-    each device gives its part of `gate_up` and `down`; where experts are, it subtracts the number
-    of its first expert from the indices.
+    On a mesh the weights may be sharded by X or by F, and tokens by T; they stay where they are,
+    and a sum over devices follows. In `jax.shard_map` a device computes its own part of the arrays,
+    and the caller adds up.
 
     Args:
         x: bf16, f16 or f32 `[T, E]`, tokens.
@@ -136,18 +138,9 @@ def _fused(
     expert_indices: jax.Array,
     expert_weights: jax.Array,
 ) -> jax.Array:
-    if how.implementation == "mosaic_sm90":
-        from pallas_paged.experts.kernels import calls
-
-        return calls.fused_experts(
-            x,
-            weights,
-            expert_indices,
-            expert_weights,
-            swiglu_limit=swiglu_limit,
-            interpret=how.interpret,
-        )
-    return _steps(how, swiglu_limit, x, weights, expert_indices, expert_weights)
+    arrays = _named(x, weights, expert_indices, expert_weights)
+    (out,) = on_each_device(Routed(_results, ("x",), (how, swiglu_limit)), arrays)
+    return out
 
 
 def _fused_forward(
@@ -158,13 +151,77 @@ def _fused_forward(
 
 @default_promotion()
 def _fused_backward(how: How, swiglu_limit: float | None, saved: Any, d_out: jax.Array) -> Any:
-    x, weights, indices, scales = saved
-
-    def steps(x: jax.Array, weights: ExpertWeights, scales: jax.Array) -> jax.Array:
-        return _steps(how, swiglu_limit, x, weights, indices, scales)
-
-    d_x, d_weights, d_scales = jax.vjp(steps, x, weights, scales)[1](d_out)
+    _, weights, indices, _ = saved
+    arrays = _named(*saved)
+    names = tuple(name for name in arrays if name != "expert_indices")
+    routed = Routed(_gradients, names, (how, swiglu_limit))
+    found = dict(zip(names, on_each_device(routed, arrays | {"d_out": d_out}), strict=True))
+    d_x, d_scales = found.pop("x"), found.pop("expert_weights")
+    d_weights = dataclasses.replace(weights, **found)
     return d_x, d_weights, no_gradient(indices), d_scales
+
+
+def _named(
+    x: jax.Array, weights: ExpertWeights, expert_indices: jax.Array, expert_weights: jax.Array
+) -> dict[str, jax.Array]:
+    """Return the arrays of a call by name, without biases that are None."""
+    found = vars(weights) | dict(x=x, expert_indices=expert_indices, expert_weights=expert_weights)
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _results(
+    how: How,
+    swiglu_limit: float | None,
+    *,
+    x: jax.Array,
+    expert_indices: jax.Array,
+    expert_weights: jax.Array,
+    **weights: jax.Array,
+) -> tuple[jax.Array]:
+    """Return the weighted sums of the experts of a device."""
+    named = _weights_of(**weights)
+    if how.implementation == "mosaic_sm90":
+        from pallas_paged.experts.kernels import calls
+
+        out = calls.fused_experts(
+            x,
+            named,
+            expert_indices,
+            expert_weights,
+            swiglu_limit=swiglu_limit,
+            interpret=how.interpret,
+        )
+    else:
+        out = _steps(how, swiglu_limit, x, named, expert_indices, expert_weights)
+    return (out,)
+
+
+def _gradients(
+    how: How,
+    swiglu_limit: float | None,
+    *,
+    expert_indices: jax.Array,
+    d_out: jax.Array,
+    **arrays: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Return the gradients of the other arrays, in their order."""
+
+    def steps(arrays: dict[str, jax.Array]) -> jax.Array:
+        weights = dict(arrays)
+        x, scales = weights.pop("x"), weights.pop("expert_weights")
+        return _steps(how, swiglu_limit, x, _weights_of(**weights), expert_indices, scales)
+
+    (found,) = jax.vjp(steps, arrays)[1](d_out)
+    return tuple(found[name] for name in arrays)
+
+
+def _weights_of(
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+) -> ExpertWeights:
+    return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

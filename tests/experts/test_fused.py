@@ -1,4 +1,4 @@
-"""`fused_experts` beside float64 NumPy, by XLA, and on a mesh."""
+"""`fused_experts` beside float64 NumPy, by XLA, and in `shard_map`."""
 
 import jax
 import jax.numpy as jnp

@@ -77,7 +77,7 @@ def test_a_device_reads_its_heads_and_experts_with_the_same_bits(name):
         np.testing.assert_array_equal(x, y)
     experts = decoder.layers[1].mlp.experts
     assert experts.gate_up_proj.weight[...].sharding.spec == PartitionSpec("tensor")
-    assert experts.down_proj.weight[...].sharding.spec == PartitionSpec(None, "tensor")
+    assert experts.down_proj.weight[...].sharding.spec == PartitionSpec("tensor")
 
 
 def test_devices_that_cannot_share_heads_or_experts_are_refused():

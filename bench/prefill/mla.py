@@ -74,6 +74,7 @@ TINY = PromptShape(
     v_head_dim=16,
     nope_dim=12,
     page_size=8,
+    num_calls=2,
 )
 
 

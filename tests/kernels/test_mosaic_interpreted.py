@@ -153,11 +153,10 @@ MIXED = rows(num_kv_heads=2, seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17))
 LONG = rows(seq_lens=(400,), q_lens=(9,))
 TWO_LONG = rows(seq_lens=(400, 100), q_lens=(9, 3))
 MANY = rows(seq_lens=(100, 180), q_lens=(40, 20))
-NARROW = NarrowCase(
-    page_size=16, pages_per_seq=7, seq_lens=(40, 100), q_lens=(40, 3), num_q_heads=2
-)
-NARROW = NARROW.on(HOPPER)  # K of 192 and V of 128 elements
-NARROW_GROUP = dataclasses.replace(NARROW, num_q_heads=4)
+# K of 192 and V of 128 elements.
+NARROW = NarrowCase(page_size=16, pages_per_seq=5, seq_lens=(70,), q_lens=(9,), num_q_heads=2)
+NARROW = NARROW.on(HOPPER)
+NARROW_ROWS = dataclasses.replace(NARROW, num_q_heads=4, seq_lens=(40, 70), q_lens=(40, 3))
 GROUP_OF_20 = rows(num_q_heads=20, seq_lens=(70, 9), q_lens=(5, 3))
 LARGE_PAGES = dict(page_size=128, pages_per_seq=1)
 TREE = np.random.default_rng(0).random((3, 5, 5)) < 0.5
@@ -194,8 +193,8 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
     ],
     [
         *((family, TWO_LONG, dict(config=dict(fixed_split_size=128))) for family in CONFIGS),
-        (HOPPER, NARROW_GROUP, dict(ALL, config=dict(ONE_Q_STAGE, fixed_split_size=64))),
-        (AMPERE, NARROW_GROUP, dict(ALL, config=dict(fixed_split_size=64), kv_layout="NHD")),
+        (HOPPER, NARROW_ROWS, dict(ALL, config=dict(ONE_Q_STAGE, fixed_split_size=64))),
+        (AMPERE, NARROW_ROWS, dict(ALL, config=dict(fixed_split_size=64), kv_layout="NHD")),
         (AMPERE, ampere_columns, dict(config=dict(block_k=16))),
     ],
 )  # fmt: skip

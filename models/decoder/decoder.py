@@ -125,7 +125,8 @@ class DecoderLayer(nnx.Module):
         if isinstance(self.mlp, MLP):
             features = self.mlp.features(normed)
             return _add(features, self.mlp.down_proj, x, after_mlp, out_norm, attend, dropout)
-        x = x + dropout(_normed(self.mlp(normed), after_mlp))
+        out = self.mlp(normed, getattr(attend, "is_token", None))
+        x = x + dropout(_normed(out, after_mlp))
         return x, _normed(x, out_norm)
 
 

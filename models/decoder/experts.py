@@ -96,10 +96,13 @@ class SparseMLP(nnx.Module):
         size = config.experts.shared_size
         self.shared_experts = MLP(config, size, dtype=dtype, rngs=rngs) if size else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Tokens [..., E] to [..., E]."""
+    def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
+        """Tokens [..., E] to [..., E]; where `is_token` [...] is false, of no routed expert."""
         tokens = x.reshape(-1, x.shape[-1])
-        out = self.experts(tokens, *self.gate(tokens)).reshape(x.shape)
+        experts, weights = self.gate(tokens)
+        if is_token is not None:
+            experts = jnp.where(is_token.reshape(-1, 1), experts, self.gate.weight.shape[0])
+        out = self.experts(tokens, experts, weights).reshape(x.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 

@@ -65,7 +65,14 @@ class KVCacheSpec:
 
 
 class Attend(Protocol):
-    """Attention of one layer over the paged cache; the engine passes it to the model."""
+    """Attention of one layer over the paged cache; the engine passes it to the model.
+
+    Attributes:
+        is_token: bool`[T]`, false for padding, whose results nothing uses. A mixture of experts
+            reads fewer weights where padding has no expert.
+    """
+
+    is_token: jax.Array
 
     def __call__(
         self,

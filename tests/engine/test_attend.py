@@ -112,3 +112,13 @@ def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, nu
     assert f"}}) : ({pages}, " not in text  # as a scatter into them would end
     # What no CUDA graph can hold, or what would wait for the host in one.
     assert not re.findall(r"stablehlo\.(?:sort|while|case|if)\b|chlo.top_k|callback", text)
+
+
+def test_padding_is_no_token():
+    sizes = dict(num_pages=4, page_size=PAGE_SIZE, max_seqs=3, pages_per_seq=2)
+    table, _ = pp.extend(pp.create_page_table(**sizes), i32(1, 0, 5))
+    rows = i32(2, 0, 3, 3)  # 3 is the row of padding
+    slots = pp.slot_mapping(table, rows, i32(4, 0, 0, 0))
+    kernels = AttentionKernels(**raw.by(None))
+    attend = PagedAttend(table, slots, rows, None, num_kv_heads=NUM_KV_HEADS, kernels=kernels)
+    np.testing.assert_array_equal(attend.is_token, [True, True, False, False])

@@ -86,6 +86,7 @@ class PagedAttend:
             self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
             self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
+        self.is_token = slot_mapping < table.num_pages * table.page_size
         self._kernels = kernels
         self._peers = peers
         self.row_linear = partial(row_linear, peers=peers)

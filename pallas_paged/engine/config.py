@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
-from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
+from pallas_paged.engine.device.pool import (
+    KV_CACHE_DTYPES,
+    pages_that_fit,
+    pool_dtype,
+    window_pages,
+)
 from pallas_paged.engine.model import Model
 
 
@@ -85,6 +90,16 @@ class EngineConfig:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
 
+    def window_pages(self, model: Model, num_pages: int | None = None) -> int | None:
+        """Return the pages of a pool for layers with a window, see `pool.window_pages`."""
+        return window_pages(
+            model.kv_cache_spec,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
     def sizes(self, model: Model, placements: Sequence[Placement] | None = None) -> tuple[int, int]:
         """Return the pages of a pool and the most tokens of a sequence, where None is open.
 
@@ -108,6 +123,7 @@ class EngineConfig:
                 dtype=pool_dtype(spec, self.kv_cache_dtype),
                 memory_fraction=self.memory_fraction,
                 placements=placements or [Placement.default()],
+                num_window_pages=self.window_pages(model),
             ),
             self.max_num_seqs * -(-max_len // self.page_size),
         )

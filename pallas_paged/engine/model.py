@@ -13,6 +13,19 @@ from pallas_paged.pages.layer import LayerKV
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVCacheGroup:
+    """Layers of a model that may share a page table.
+
+    Attributes:
+        layers: their indices, rising.
+        sliding_window: tokens that the layer with the largest window sees; None if they see all.
+    """
+
+    layers: tuple[int, ...]
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
     """What a model stores for each token.
 
@@ -24,8 +37,8 @@ class KVCacheSpec:
             and the first of `head_dim`. `num_kv_heads` is 1 then. None: V are apart.
         dtype: of K and V as the model computes them.
         sliding_windows: for each layer, how many tokens a query sees, itself included; None for a
-            layer without a window, or for all layers. Where every layer has a window, the engine
-            frees the pages left of the largest.
+            layer without a window, or for all layers. The engine frees the pages left of the
+            largest, see `groups`.
         k_scales, v_scales: for each layer, the scale of a checkpoint that was calibrated for fp8,
             or None. Latents have k_scales alone.
     """
@@ -42,8 +55,38 @@ class KVCacheSpec:
     @property
     def sliding_window(self) -> int | None:
         """Tokens that the layer with the largest window sees; None if a layer sees all."""
-        windows = [window for window in self.sliding_windows or () if window is not None]
-        return max(windows) if len(windows) == self.num_layers else None
+        return self.groups[0].sliding_window
+
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """All layers; or those that see all tokens, and those with a window.
+
+        Layers of different windows are one group, whose pages the largest keeps.
+        """
+        windows = self.sliding_windows or (None,) * self.num_layers
+        full = tuple(layer for layer, window in enumerate(windows) if window is None)
+        limited = tuple(layer for layer, window in enumerate(windows) if window is not None)
+        largest = max((window for window in windows if window is not None), default=None)
+        groups = (full, None), (limited, largest)
+        return tuple(
+            KVCacheGroup(layers=layers, sliding_window=window)
+            for layers, window in groups
+            if layers
+        )
+
+    def of(self, group: KVCacheGroup) -> KVCacheSpec:
+        """Return the spec of the layers of a group alone."""
+
+        def pick(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+            return None if values is None else tuple(values[layer] for layer in group.layers)
+
+        return replace(
+            self,
+            num_layers=len(group.layers),
+            sliding_windows=pick(self.sliding_windows),
+            k_scales=pick(self.k_scales),
+            v_scales=pick(self.v_scales),
+        )
 
     def on_devices(self, num_devices: int) -> KVCacheSpec:
         """Return the spec of a pool that is sharded over devices: each has as many heads.
@@ -267,6 +310,9 @@ def check_model(model: Any) -> None:
         raise ValueError(f"{model=} must be hashable")
     if not isinstance(model.kv_cache_spec, KVCacheSpec):
         raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")
+    windows, num_layers = model.kv_cache_spec.sliding_windows, model.kv_cache_spec.num_layers
+    if windows is not None and len(windows) != num_layers:
+        raise ValueError(f"sliding_windows={windows} must have one entry for each of {num_layers=}")
     check_integer("model.vocab_size", model.vocab_size, 1)
     check_integer("model.max_model_len", model.max_model_len, 1)
     if not isinstance(model.eos_token_ids, tuple):

@@ -36,6 +36,8 @@ class EngineStats:
         num_calls: calls of the device that ran them.
         compilations: steps compiled, those of `warmup` included.
         num_pages: of the pool.
+        num_window_pages, num_free_window_pages: of layers with a window, where they have a pool of
+            their own; `num_pages` and what follows are of the other layers then. Else 0.
         kv_cache_dtype: of the pool.
         pool_bytes: of its K, V and their scales.
         num_free_pages, num_cached_pages: free, and held by the prefix cache only; as of the newest
@@ -64,6 +66,8 @@ class EngineStats:
     num_calls: int
     compilations: int
     num_pages: int
+    num_window_pages: int
+    num_free_window_pages: int
     kv_cache_dtype: str
     pool_bytes: int
     num_free_pages: int
@@ -109,6 +113,7 @@ class Counters:
     num_steps: int = 0
     num_calls: int = 0
     num_free_pages: int = 0
+    num_free_window_pages: int = 0
     num_cached_pages: int = 0
     _used: float = 0.0
     _peak_used: float = 0.0

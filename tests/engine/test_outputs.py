@@ -90,7 +90,7 @@ def ended(*outputs, first, finish, **values) -> Request:
 
 
 NOW = dict(num_waiting=1, num_running=2, num_preemptions=3, compilations=4, num_pages=10)
-NOW |= dict(kv_cache_dtype="int8", pool_bytes=5, num_shared_pages=6)
+NOW |= dict(num_window_pages=0, kv_cache_dtype="int8", pool_bytes=5, num_shared_pages=6)
 NOW |= dict(prefix_cache_queries=24, prefix_cache_hits=4)
 
 

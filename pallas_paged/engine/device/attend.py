@@ -46,6 +46,24 @@ class AttentionKernels(NamedTuple):
 _EXPECTED_CHUNK = 64
 
 
+class _Pages(NamedTuple):
+    """What layers need of their page table.
+
+    Attributes:
+        num_pages: of the table.
+        decoding: block tables and lengths of the decoding rows.
+        prompts: of the chunks, and where their tokens begin and end; None without chunks.
+        slot_mapping: `i32[T]`, slots of the new tokens.
+        sliding_window: tokens whose pages are there, or None for all.
+    """
+
+    num_pages: int
+    decoding: dict[str, Any]
+    prompts: dict[str, Any] | None
+    slot_mapping: jax.Array
+    sliding_window: int | None
+
+
 class PagedAttend:
     """Writes all new K/V, then decode rows and chunks attend, each by their own kernel.
 
@@ -76,23 +94,57 @@ class PagedAttend:
             peers: of the devices of a mesh.
         """
 
-        def cache_of(rows: jax.Array) -> dict[str, Any]:
-            lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0)
-            return dict(block_tables=table.block_tables.at[rows].get(mode="clip"), seq_lens=lens)
-
-        self._decoding = cache_of(decode_rows)
-        self._prompts = None
+        self._rows, self._chunks = decode_rows, chunks
+        self._pages = self._of_table(table, slot_mapping, None)
+        self._window_pages: _Pages | None = None
         if chunks is not None:
-            self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
             self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
-        self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
+        self._num_kv_heads, self._kernels = num_kv_heads, kernels
         self.is_token = slot_mapping < table.num_pages * table.page_size
-        self._kernels = kernels
         self._peers = peers
         self.row_linear = partial(row_linear, peers=peers)
         self.row_linear_norm = partial(row_linear_norm, peers=peers)
         self.embed = partial(embed, peers=peers)
         self._seen: list[jax.Array] = []  # pages that a call has taken or returned
+
+    def add_window(self, table: PageTable, slot_mapping: jax.Array, sliding_window: int) -> None:
+        """Let layers with the number of pages of another table use that one.
+
+        Args:
+            table: with the same rows and lengths, and fewer pages.
+            slot_mapping: `i32[T]`, slots of the new tokens in it.
+            sliding_window: the largest of those layers; pages left of it may be free.
+        """
+        self._window_pages = self._of_table(table, slot_mapping, sliding_window)
+
+    def _of_table(
+        self, table: PageTable, slot_mapping: jax.Array, sliding_window: int | None
+    ) -> _Pages:
+        def cache_of(rows: jax.Array) -> dict[str, Any]:
+            lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+            return dict(block_tables=table.block_tables.at[rows].get(mode="clip"), seq_lens=lens)
+
+        decoding, prompts = cache_of(self._rows), None
+        if (chunks := self._chunks) is not None:
+            prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
+        return _Pages(table.num_pages, decoding, prompts, slot_mapping, sliding_window)
+
+    def _pages_of(self, cache: LayerKV, options: dict[str, Any]) -> _Pages:
+        """Return what a layer's calls need, which the number of its pages says.
+
+        Raises:
+            ValueError: the layer's pages may be free left of a window, and it sees more.
+        """
+        pages = self._window_pages
+        if pages is None or cache.num_pages != pages.num_pages:
+            return self._pages
+        given, most = options.get("sliding_window"), pages.sliding_window
+        if given is None or given > most:
+            raise ValueError(
+                f"sliding_window={given} of a layer must be at most {most}, as in the model's "
+                "kv_cache_spec: pages left of that are freed"
+            )
+        return pages
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
@@ -101,7 +153,8 @@ class PagedAttend:
         repeats = self._repeats(cache, k.shape[1])
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
-        return self._attend((q,), write_kv(cache, k, v, self._slot_mapping), **options)
+        slots = self._pages_of(cache, options).slot_mapping
+        return self._attend((q,), write_kv(cache, k, v, slots), **options)
 
     def fused(
         self,
@@ -120,15 +173,16 @@ class PagedAttend:
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
         is_plain = q_norm is None and k_norm is None
+        pages = self._pages_of(cache, options)
         if unmerged and is_plain and self._has_states:
-            how = self._decoding | dict(rotation=rotation) | self._kernels.attention
-            found = write_and_attend(qkv, cache, slots=self._slot_mapping, **how, **options)
+            how = pages.decoding | dict(rotation=rotation) | self._kernels.attention
+            found = write_and_attend(qkv, cache, slots=pages.slot_mapping, **how, **options)
             if found is not None:
                 return found
         q, cache = rotate_and_write_kv(
             cache,
             qkv,
-            self._slot_mapping,
+            pages.slot_mapping,
             rotation=rotation,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -136,7 +190,7 @@ class PagedAttend:
             **self._kernels.writes,
         )
         if unmerged and self._has_states:
-            how = self._decoding | self._kernels.attention
+            how = pages.decoding | self._kernels.attention
             attention = unmerged_attention(q, cache, **how, **options)
             if attention is not None:
                 return attention, cache
@@ -158,14 +212,15 @@ class PagedAttend:
         if rotation is not None:
             q_pe = rotate(q_pe, *rotation)
         how = dict(rotation=rotation, norm=norm, eps=eps) | self._kernels.writes
-        cache = rotate_and_write_latents(cache, latents, self._slot_mapping, **how)
+        slots = self._pages_of(cache, options).slot_mapping
+        cache = rotate_and_write_latents(cache, latents, slots, **how)
         return self._attend((q_nope, q_pe), cache, **options)
 
     @property
     def _has_states(self) -> bool:
         """Whether a call is one row of one device, whose partial states are of use."""
-        is_alone = self._prompts is None and self._peers is None
-        return is_alone and self._decoding["seq_lens"].size == 1
+        is_alone = self._chunks is None and self._peers is None
+        return is_alone and self._rows.size == 1
 
     def _check_once(self, cache: LayerKV) -> None:
         """Refuse pages that a call has had already, while a model is traced."""
@@ -184,19 +239,20 @@ class PagedAttend:
     ) -> tuple[jax.Array, LayerKV]:
         """Attend with q, or with `q_nope` and `q_pe` to latents."""
         self._seen.append(cache.k_pages)
+        pages = self._pages_of(cache, options)
         options |= self._kernels.attention
         of_rows: Any = paged_attention
         of_chunks: Any = ragged_paged_attention
         if cache.is_latent:
             of_rows = of_chunks = mla_attention
-        num_tokens, num_decodes = len(queries[0]), self._decoding["seq_lens"].size
+        num_tokens, num_decodes = len(queries[0]), self._rows.size
         last = (q[num_tokens - num_decodes :] for q in queries)
-        out = of_rows(*last, cache, **self._decoding, **options)
-        if self._prompts is not None:
+        out = of_rows(*last, cache, **pages.decoding, **options)
+        if pages.prompts is not None:
             # To the chunks the other queries are padding. To cut those off, and to join the
             # outputs, would copy all of the chunks' tokens.
             expected = max(1, num_tokens // _EXPECTED_CHUNK)
-            how = self._prompts | dict(expected_seqs=expected)
+            how = pages.prompts | dict(expected_seqs=expected)
             of_all = of_chunks(*queries, cache, **how, **options)
             out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
         return out, cache

@@ -30,6 +30,7 @@ from pallas_paged.engine.device.state import (
     TableArrays,
     fork,
     fork_on,
+    free_slots,
     set_slots,
     slot_states,
     update_table,
@@ -115,6 +116,7 @@ class Executor:
 
     Attributes:
         model, config, placement, num_pages: as given.
+        num_window_pages: of layers with a window, if they have a pool of their own, or None.
         state: after all dispatched calls; the next one takes its buffers.
         weights: the parameters.
         pool_shape: shapes and dtypes of the pool.
@@ -141,15 +143,22 @@ class Executor:
         """
         self.weights, self.followers = weights, followers
         self.model, self.config, self.placement = model, config, placement
-        self.num_pages = num_pages
-        table = create_page_table(
-            num_pages=num_pages,
-            page_size=config.page_size,
-            max_seqs=config.max_num_seqs,
-            pages_per_seq=-(-max_len // config.page_size),
+        self.num_pages, self.num_window_pages = num_pages, config.window_pages(model, num_pages)
+        sizes = [num_pages] + [size for size in (self.num_window_pages,) if size is not None]
+        table, *windows = (
+            placement.put(
+                create_page_table(
+                    num_pages=size,
+                    page_size=config.page_size,
+                    max_seqs=config.max_num_seqs,
+                    pages_per_seq=-(-max_len // config.page_size),
+                )
+            )
+            for size in sizes
         )
         self.state = EngineState(
-            table=placement.put(table),
+            table=table,
+            window_table=windows[0] if windows else None,
             pool=self._create_pool(),
             slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
             valid=placement.put(np.bool_(True)),
@@ -166,11 +175,13 @@ class Executor:
             self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots
+        self._free_slots = free_slots
         self._count_tokens = _count_tokens
         self._fork: Callable[..., EngineState] = fork
         if shardings is not None:
             replicated = shardings.replicated
             self._update_table = jit_replicated(update_table, replicated, 2)
+            self._free_slots = jit_replicated(free_slots, replicated, 1)
             self._fork = fork_on(shardings)
             self._set_slots = jit_replicated(set_slots, replicated, 1)
             self._count_tokens = jit_replicated(set_token_counts, replicated, 1)
@@ -194,9 +205,12 @@ class Executor:
 
     @_followed
     def update_table(self, arrays: TableArrays) -> None:
-        """Change the page table, as `state.update_table`."""
+        """Change the page table, as `state.update_table`; free the same slots of the other one."""
         table, valid = self._update_table(self.state.table, self.state.valid, arrays)
-        self.state = replace(self.state, table=table, valid=valid)
+        windows = self.state.window_table
+        if windows is not None:
+            windows = self._free_slots(windows, arrays.freed)
+        self.state = replace(self.state, table=table, valid=valid, window_table=windows)
 
     @_followed
     def fork(self, src: np.ndarray, dst: np.ndarray) -> None:
@@ -297,7 +311,7 @@ class Executor:
 
     def wait(self) -> None:
         """Wait for all dispatched calls; also asleep, without the pool."""
-        arrays = self.state.table, self.state.slots
+        arrays = self.state.table, self.state.window_table, self.state.slots
         if self.followers is not None:
             self.followers.wait(arrays)
         jax.block_until_ready(arrays)
@@ -307,6 +321,7 @@ class Executor:
         pool = create_pool(
             self.model.kv_cache_spec.on_devices(placement.num_devices),
             num_pages=self.num_pages,
+            num_window_pages=self.num_window_pages,
             page_size=config.page_size,
             dtype=pool_dtype(self.model.kv_cache_spec, config.kv_cache_dtype),
             sharding=placement.pool,

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.model import KVCacheSpec
+from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool, create_kv_pool
 from pallas_paged.pages.sharding import page_table_sharding
 
@@ -50,10 +51,43 @@ def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:
     return dtype
 
 
+def window_pages(
+    spec: KVCacheSpec,
+    *,
+    num_pages: int | None,
+    page_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> int | None:
+    """Return the pages of a pool for the layers with a window, or None if there is one pool.
+
+    They are as many as all sequences can hold at a time. So a sequence that has its pages in the
+    pool of the other layers never lacks one here, and the host counts the pages of that pool alone.
+
+    Args:
+        spec: of the model. There is one pool if all layers have a window, or none has.
+        num_pages: of the other layers. If that is not more, one pool takes no more memory. None is
+            any number.
+        page_size, max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
+    """
+    if len(spec.groups) == 1:
+        return None
+    window = spec.groups[1].sliding_window
+    assert window is not None
+    # A call with chunks first frees what lies left of the windows. W - 1 tokens of a sequence are
+    # left, and it adds N: these are in at most (W - 2 + N) // page_size + 2 pages. All N together
+    # are at most max_num_batched_tokens. Until the next such call each sequence adds one token in
+    # a step, and a step frees a page of each that has one to free.
+    tokens = max_num_seqs * (window - 1) + max_num_batched_tokens
+    needed = 2 * max_num_seqs + tokens // page_size
+    return needed if num_pages is None or needed < num_pages else None
+
+
 def create_pool(
     spec: KVCacheSpec,
     *,
     num_pages: int,
+    num_window_pages: int | None = None,
     page_size: int,
     dtype: DTypeLike,
     sharding: NamedSharding | None = None,
@@ -62,9 +96,18 @@ def create_pool(
 
     Args:
         spec, num_pages, page_size, dtype: sizes, as in `create_kv_pool`.
+        num_window_pages: of each layer with a window, from `window_pages`; None: as of the others.
         sharding: of the KV heads over a mesh, or None. Latents, which all heads share, are
             replicated there.
     """
+    if num_window_pages is not None:
+        layers: dict[int, LayerKV] = {}
+        for group, size in zip(spec.groups, (num_pages, num_window_pages), strict=True):
+            pool = create_pool(
+                spec.of(group), num_pages=size, page_size=page_size, dtype=dtype, sharding=sharding
+            )
+            layers |= zip(group.layers, pool.layers, strict=True)
+        return KVPool(layers=tuple(layers[index] for index in range(spec.num_layers)))
     if sharding is not None and spec.v_head_dim is not None:
         sharding = page_table_sharding(sharding.mesh)
     # They were calibrated for the range of float8; in int8, tokens have scales of their own.
@@ -102,10 +145,13 @@ def pages_that_fit(
     dtype: DTypeLike,
     memory_fraction: float,
     placements: Sequence[Placement],
+    num_window_pages: int | None = None,
 ) -> int:
     """Return how many pages fit `memory_fraction` of the free memory of every device, at least 1.
 
-    Where a device does not report its memory, as CPUs do not, its part of the pool may take 1 GiB.
+    With `num_window_pages` for the layers with a window, it is the number for the others, if that
+    is more; else the number for all layers. Where a device does not report its memory, as CPUs do
+    not, its part of the pool may take 1 GiB.
     """
     num_heads = max(1, spec.num_kv_heads // placements[0].num_devices)
     on_each = replace(spec, num_kv_heads=num_heads)
@@ -116,7 +162,14 @@ def pages_that_fit(
             int(memory_fraction * (memory["bytes_limit"] - memory["bytes_in_use"]))
             for memory in reported
         ]
-    num_pages = max(1, min(rooms) // page_bytes(on_each, page_size=page_size, dtype=dtype))
+    room, size = min(rooms), page_bytes(on_each, page_size=page_size, dtype=dtype)
+    num_pages = max(1, room // size)
+    if num_window_pages is not None and num_pages > num_window_pages:
+        full, limited = (
+            page_bytes(on_each.of(group), page_size=page_size, dtype=dtype)
+            for group in on_each.groups
+        )
+        num_pages = (room - num_window_pages * limited) // full
     if placements[0].num_processes > 1:  # all create the same pool
         num_pages = int(multihost_utils.process_allgather(np.int32(num_pages)).min())
     return num_pages

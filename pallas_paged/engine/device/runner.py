@@ -304,7 +304,12 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
             )
             sequences.append(one)
         start = end
-    return RunnerOutput(num_free=int(output.num_free), sequences=sequences)
+    windows = output.num_free_window_pages
+    return RunnerOutput(
+        num_free=int(output.num_free),
+        num_free_window_pages=0 if windows is None else int(windows),
+        sequences=sequences,
+    )
 
 
 def _read_logprobs(

@@ -192,16 +192,20 @@ class EngineState:
     """All slots of an engine.
 
     Attributes:
-        table: the page table.
+        table: the page table; with a `window_table`, of the layers that see all tokens.
         pool: K/V of all layers.
         slots: the rest of what slots need.
         valid: `bool[]`, whether every page and slot that the host counted on was there.
+        window_table: the page table of the layers with a window, with the same rows and lengths,
+            if their part of the pool has pages of its own. It is smaller than the other, so the
+            number of a layer's pages says which table is its own.
     """
 
     table: PageTable
     pool: KVPool
     slots: SlotStates
     valid: jax.Array
+    window_table: PageTable | None = None
 
 
 @pytree
@@ -235,12 +239,27 @@ def update_table(
     return table, valid & jnp.all(retained) & jnp.all(attached)
 
 
+@partial(jax.jit, donate_argnames="table")
+def free_slots(table: PageTable, freed: jax.Array) -> PageTable:
+    """Free slots `bool[S]` (table donated)."""
+    return free_rows(table, freed)
+
+
 @partial(jax.jit, donate_argnames="state")
 def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
     """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S (state donated)."""
     table, copies, ok = fork_rows(state.table, src, dst)
+    window_table = state.window_table
+    if window_table is None:
+        pool = copy_pages(state.pool, copies)
+    else:
+        window_table, window_copies, fits = fork_rows(window_table, src, dst)
+        ok &= fits
+        of_pool = {table.num_pages: copies, window_table.num_pages: window_copies}
+        each = (copy_pages(KVPool(layers=(x,)), of_pool[x.num_pages]) for x in state.pool.layers)
+        pool = KVPool(layers=tuple(chain.from_iterable(one.layers for one in each)))
     valid = state.valid & jnp.all(ok | (src >= table.max_seqs))
-    return replace(state, table=table, pool=copy_pages(state.pool, copies), valid=valid)
+    return replace(state, table=table, pool=pool, valid=valid, window_table=window_table)
 
 
 @lru_cache(maxsize=16)

@@ -65,6 +65,7 @@ class StepOutput:
         slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T]` with chunks.
         valid: `bool[]`, of the state.
         num_free: `i32[]`, free pages after the call.
+        num_free_window_pages: `i32[]`, those of the window table, or None if there is none.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
         prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
     """
@@ -75,6 +76,7 @@ class StepOutput:
     num_free: jax.Array
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
+    num_free_window_pages: jax.Array | None = None
 
 
 Result = tuple[EngineState, TokenCounts | None, StepOutput]
@@ -135,10 +137,24 @@ class _Call:
     peers: Peers | None
 
     def attend(
-        self, table: PageTable, mapping: jax.Array, rows: jax.Array, chunks: ChunkBatch | None
-    ) -> PagedAttend:
-        return PagedAttend(
-            table,
+        self,
+        state: EngineState,
+        token_rows: jax.Array,
+        positions: jax.Array,
+        rows: jax.Array,
+        chunks: ChunkBatch | None,
+    ) -> tuple[PagedAttend, jax.Array]:
+        """Return the attention, and the pool slots of the new tokens in `state.table`.
+
+        Args:
+            state: with pages for the new tokens.
+            token_rows, positions: `i32[T]`, of the new tokens.
+            rows: of the decoding rows, as in `PagedAttend`.
+            chunks: likewise.
+        """
+        mapping = slot_mapping(state.table, token_rows, positions)
+        attend = PagedAttend(
+            state.table,
             mapping,
             rows,
             chunks,
@@ -146,6 +162,11 @@ class _Call:
             kernels=self.kernels,
             peers=self.peers,
         )
+        if (table := state.window_table) is not None:
+            window = self.model.kv_cache_spec.groups[1].sliding_window
+            assert window is not None
+            attend.add_window(table, slot_mapping(table, token_rows, positions), window)
+        return attend, mapping
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return logits_of(self.model, self.params, hidden)
@@ -160,10 +181,9 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
         index: jax.Array, state: EngineState, counts: TokenCounts | None
     ) -> tuple[EngineState, TokenCounts | None, tuple[Any, ...], jax.Array]:
         slots = state.slots
-        table, rows, ok = _extend(call, state, index < batch.num_steps)
-        lens = _seq_lens(table, rows)
-        mapping = slot_mapping(table, rows, lens - 1)
-        attend = call.attend(table, mapping, rows, None)
+        state, rows, ok = _extend(call, state, index < batch.num_steps)
+        lens = _seq_lens(state.table, rows)
+        attend, mapping = call.attend(state, rows, lens - 1, rows, None)
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
         places = jnp.maximum(lens - 1, 0)
         layers = state.pool.layers
@@ -173,7 +193,7 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
         )
         goes_on = ~slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
-        state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
+        state = replace(state, pool=KVPool(layers=layers), slots=slots)
         return state, counts, (drawn, mapping, logprobs), jnp.all(ok) & jnp.any(goes_on)
 
     def body(carry: Any) -> Any:
@@ -203,7 +223,8 @@ def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | N
     batch, slots, chunks = call.batch, state.slots, call.batch.chunks
     assert chunks is not None
     num_slots, num_tokens = state.table.max_seqs, chunks.token_ids.size
-    table, rows, ok = _extend(call, state, batch.num_steps > 0)
+    state, rows, ok = _extend(call, state, batch.num_steps > 0)
+    table = state.table
     chunks = replace(chunks, slots=_rows_with_pages(chunks.slots, ok, num_slots))
     places = decode_places(rows, num_tokens, num_slots)
     token_rows, positions = _chunk_positions(chunks, table)
@@ -211,8 +232,7 @@ def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | N
     positions = positions.at[places].set(_seq_lens(table, rows) - 1, mode="drop")
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
     tokens = chunks.token_ids.at[places].set(tokens, mode="drop")
-    mapping = slot_mapping(table, token_rows, positions)
-    attend = call.attend(table, mapping, rows, chunks)
+    attend, mapping = call.attend(state, token_rows, positions, rows, chunks)
     positions, layers = jnp.maximum(positions, 0), state.pool.layers
     hidden, layers = hidden_of(call.model, call.params, tokens, positions, attend, layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
@@ -238,7 +258,7 @@ def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | N
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
         prompt_logprobs = _prompt_logprobs(call, hidden, targets)
     valid = state.valid & jnp.all(ok)
-    state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)
+    state = replace(state, pool=KVPool(layers=layers), slots=slots, valid=valid)
     one = jax.tree.map(lambda x: x[None], logprobs)
     return state, counts, _output(state, drawn[None], mapping, one, prompt_logprobs)
 
@@ -299,11 +319,13 @@ def _output(
     logprobs: Logprobs | None,
     prompt_logprobs: Logprobs | None,
 ) -> StepOutput:
+    windows = state.window_table
     return StepOutput(
         token_ids=token_ids,
         slot_mapping=mapping,
         valid=jnp.copy(state.valid),  # buffers of their own: the state's are donated on
         num_free=jnp.copy(state.table.num_free),
+        num_free_window_pages=None if windows is None else jnp.copy(windows.num_free),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
@@ -325,12 +347,12 @@ def _prompt_logprobs(call: _Call, hidden: jax.Array, targets: jax.Array) -> Logp
 
 def _extend(
     call: _Call, state: EngineState, active: jax.Array
-) -> tuple[PageTable, jax.Array, jax.Array]:
+) -> tuple[EngineState, jax.Array, jax.Array]:
     """Take pages for the next token of active rows `bool[D]` and for the chunks.
 
     Returns:
-        The table; slots of the rows that compute, `i32[D]`, out of range for the others; and
-        whether each slot has its pages, `bool[S]`.
+        The state with these tables; slots of the rows that compute, `i32[D]`, out of range for the
+        others; and whether each slot has its pages, `bool[S]`.
     """
     batch, window = call.batch, call.model.kv_cache_spec.sliding_window
     table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
@@ -343,8 +365,24 @@ def _extend(
         first = jnp.where(num_new > 0, table.seq_lens - window + 1, 0)
         table = free_before(table, first, max_pages=1 if chunks is None else None)
     most = 1 if chunks is None else chunks.token_ids.size
-    table, ok = extend(table, num_new, max_new_tokens=most)
-    return table, _rows_with_pages(rows, ok, num_slots), ok
+    if (windows := state.window_table) is None:
+        table, ok = extend(table, num_new, max_new_tokens=most)
+    else:
+        window = call.model.kv_cache_spec.groups[1].sliding_window
+        assert window is not None
+        # Of all rows, those that rest too: the size of the pool counts on it.
+        first = windows.seq_lens - window + 1
+        windows = free_before(windows, first, max_pages=1 if chunks is None else None)
+        # A row that lacks a page in one table takes none in the other. Of what the first two calls
+        # return, XLA computes `ok` alone.
+        _, ok = extend(table, num_new, max_new_tokens=most)
+        _, fits = extend(windows, jnp.where(ok, num_new, 0), max_new_tokens=most)
+        ok &= fits
+        num_new = jnp.where(ok, num_new, 0)
+        table, _ = extend(table, num_new, max_new_tokens=most)
+        windows, _ = extend(windows, num_new, max_new_tokens=most)
+    state = replace(state, table=table, window_table=windows)
+    return state, _rows_with_pages(rows, ok, num_slots), ok
 
 
 def _rows_with_pages(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:

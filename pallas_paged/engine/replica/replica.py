@@ -49,6 +49,7 @@ class Replica:
         cache: None computes every prompt in full.
         counters: of its requests and calls.
         num_pages: of its pool.
+        num_window_pages: of layers with a window that have a pool of their own, or 0.
         step_policy: returns the most decode steps of the next call; by default as many as take
             about `_CALL_SECONDS`.
     """
@@ -57,8 +58,11 @@ class Replica:
         """Start without requests, on the devices of an executor."""
         model, config, num_pages = executor.model, executor.config, executor.num_pages
         self.weights, self.num_pages = executor.weights, num_pages
+        self.num_window_pages = executor.num_window_pages or 0
         self.runner = ModelRunner(executor)
-        page_size, caching = config.page_size, config.enable_prefix_caching
+        # A prefix whose pages left of a window are free can't be attached.
+        page_size = config.page_size
+        caching = config.enable_prefix_caching and not self.num_window_pages
         self.cache = PrefixCache(page_size=page_size) if caching else None
         pages = KVCacheManager(
             num_pages=num_pages,
@@ -69,7 +73,9 @@ class Replica:
             sliding_window=model.kv_cache_spec.sliding_window,
         )
         self.scheduler = Scheduler(pages, watermark=int(config.watermark * num_pages))
-        self.counters = Counters(num_free_pages=num_pages)
+        self.counters = Counters(
+            num_free_pages=num_pages, num_free_window_pages=self.num_window_pages
+        )
         self.outputs = OutputProcessor(tokenizer, model.eos_token_ids, self.counters)
         self._num_scheduler_steps = config.num_scheduler_steps
         self._calls: deque[_Call] = deque()
@@ -152,6 +158,8 @@ class Replica:
         cached = self.cache.pages if self.cache is not None else ()
         self.runner.executor.wait()
         check_page_table(self.runner.table, retained=np.asarray(cached, np.int32))
+        if (windows := self.runner.executor.state.window_table) is not None:
+            check_page_table(windows)
 
     def update_table(self) -> None:
         """Let the page table do what has been decided."""
@@ -171,6 +179,7 @@ class Replica:
         if not self.scheduler.running:
             self.counters.num_cached_pages = num_cached = self.scheduler.pages.num_evictable
             self.counters.num_free_pages = self.num_pages - num_cached
+            self.counters.num_free_window_pages = self.num_window_pages
 
     def _schedule(self) -> SchedulerOutput:
         def schedule() -> SchedulerOutput | None:
@@ -226,6 +235,7 @@ class Replica:
     def _count(self, call: _Call, output: RunnerOutput, now: float, is_late: bool) -> None:
         """Count what a call has computed, and how long its steps took."""
         counters, chunks = self.counters, call.scheduled.chunks
+        counters.num_free_window_pages = output.num_free_window_pages
         counters.count_pages(
             num_pages=self.num_pages,
             num_free=output.num_free,
@@ -263,6 +273,7 @@ def stats_of(replicas: Sequence[Replica]) -> EngineStats:
         prefix_cache_hits=sum(one.num_hit_tokens for one in schedulers),
         compilations=sum(replica.runner.num_compiled for replica in replicas),
         num_pages=sum(replica.num_pages for replica in replicas),
+        num_window_pages=sum(replica.num_window_pages for replica in replicas),
         num_shared_pages=sum(cache.num_shared for cache in caches),
         kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
         pool_bytes=sum(map(pool_bytes, pools)),

@@ -94,8 +94,10 @@ class RunnerOutput:
 
     Attributes:
         num_free: free pages after it.
+        num_free_window_pages: those of layers with a window that have a pool of their own, or 0.
         sequences: those that have not ended meanwhile.
     """
 
     num_free: int
     sequences: list[SequenceOutput]
+    num_free_window_pages: int = 0

@@ -9,9 +9,9 @@ from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import (
     KV_CACHE_DTYPES,
+    WindowPool,
     pages_that_fit,
     pool_dtype,
-    window_pages,
 )
 from pallas_paged.engine.model import Model
 
@@ -90,15 +90,25 @@ class EngineConfig:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
 
-    def window_pages(self, model: Model, num_pages: int | None = None) -> int | None:
-        """Return the pages of a pool for layers with a window, see `pool.window_pages`."""
-        return window_pages(
+    def window_pool(self, model: Model, num_pages: int | None = None) -> WindowPool | None:
+        """Return the sizes of a pool for the layers with a window; None if there is one pool.
+
+        Args:
+            model: the model.
+            num_pages: of the other layers, if it is known: two pools save no memory unless that is
+                more.
+        """
+        windows = WindowPool.of(
             model.kv_cache_spec,
-            num_pages=num_pages,
             page_size=self.page_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            num_scheduler_steps=self.num_scheduler_steps,
+            enable_prefix_caching=self.enable_prefix_caching,
         )
+        if windows is None or (num_pages is not None and num_pages <= windows.num_pages):
+            return None
+        return windows
 
     def sizes(self, model: Model, placements: Sequence[Placement] | None = None) -> tuple[int, int]:
         """Return the pages of a pool and the most tokens of a sequence, where None is open.
@@ -116,6 +126,7 @@ class EngineConfig:
             raise ValueError(
                 f"max_model_len={max_len} must be at most the model's {model.max_model_len}"
             )
+        windows = self.window_pool(model)
         num_pages = self.num_pages or min(
             pages_that_fit(
                 spec,
@@ -123,7 +134,7 @@ class EngineConfig:
                 dtype=pool_dtype(spec, self.kv_cache_dtype),
                 memory_fraction=self.memory_fraction,
                 placements=placements or [Placement.default()],
-                num_window_pages=self.window_pages(model),
+                num_window_pages=None if windows is None else windows.num_pages,
             ),
             self.max_num_seqs * -(-max_len // self.page_size),
         )

@@ -245,6 +245,15 @@ class PrefixCache:
         self._hold(lease, held)
         return list(new_by_page)
 
+    def held_pages(self, lease: PrefixLease) -> list[int]:
+        """Return the cached pages of a lease, those of its `pages` and those of `insert`.
+
+        Raises:
+            ValueError: the lease is not held.
+        """
+        self._require_held(lease)
+        return [entry.page for entry in lease._entries]
+
     def release(self, lease: PrefixLease) -> None:
         """End a lease. Its pages stay cached; those that no other lease holds can be evicted.
 

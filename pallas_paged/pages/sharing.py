@@ -50,7 +50,9 @@ def release(table: PageTable, pages: Integers) -> PageTable:
 
 
 @on_table
-def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable, jax.Array]:
+def attach(
+    table: PageTable, rows: Integers, pages: Integers, *, first_blocks: Integers | None = None
+) -> tuple[PageTable, jax.Array]:
     """Attach full pages that are held already, such as a cached prefix, to empty rows.
 
     The pages become the first blocks of the row, shared with their other holders. Every entry reads
@@ -64,6 +66,8 @@ def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable
         pages: i32`[A, n]`, pages of the row's first blocks, then padding, which is any value
             outside [0, num_pages); n may be more than `pages_per_seq`. Padding alone leaves the row
             empty.
+        first_blocks: i32`[A]`, blocks before those pages that stay without, as `free_before` leaves
+            them, 0 or more; None: 0.
 
     Returns:
         The table, whose `seq_lens` count the tokens of the pages, and ok bool`[A]`.
@@ -75,11 +79,15 @@ def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable
     pages = jnp.where((pages >= 0) & (pages < table.num_pages), pages, table.num_pages)
     num_blocks = jnp.sum(pages < table.num_pages, axis=1, dtype=jnp.int32)
     column = jnp.arange(width, dtype=jnp.int32)
+    blocks, ends = column, num_blocks
+    if first_blocks is not None:
+        first = checked_array("first_blocks", first_blocks, jnp.int32, rows.shape)
+        blocks, ends = column + first[:, None], num_blocks + first
     ordered = jnp.sort(pages, axis=1)
     is_repeat = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < table.num_pages)
     ok = (
         can_fill(table, rows)
-        & (num_blocks <= table.pages_per_seq)
+        & (ends <= table.pages_per_seq)
         & jnp.all(_can_share(table, pages) == (column < num_blocks[:, None]), axis=1)
         & ~jnp.any(is_repeat, axis=1)
     )
@@ -87,8 +95,8 @@ def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable
     pages = jnp.where(ok[:, None], pages, table.num_pages)
     table = replace(
         table,
-        block_tables=table.block_tables.at[rows[:, None], column].set(pages, mode="drop"),
-        seq_lens=table.seq_lens.at[rows].set(num_blocks * table.page_size, mode="drop"),
+        block_tables=table.block_tables.at[rows[:, None], blocks].set(pages, mode="drop"),
+        seq_lens=table.seq_lens.at[rows].set(ends * table.page_size, mode="drop"),
         ref_counts=table.ref_counts.at[pages].add(1, mode="drop"),
     )
     return table, ok

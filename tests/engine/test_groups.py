@@ -1,5 +1,6 @@
 """Models whose layers are of two kinds: some see all tokens, others a window."""
 
+import random
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_paged.engine.device.step import NOT_SAMPLED
 from pallas_paged.engine.model import check_model
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.engine_calls import (
+    assert_every_page_is_free,
     greedy,
     make_engine,
     run,
@@ -29,15 +31,20 @@ from tests.support.engine_calls import (
 from tests.support.page_tables import i32
 from tests.support.plain_model import PlainModel, greedy_tokens
 
-# Windows of 4 sequences and a step of 16 tokens take at most 17 pages of 4 tokens.
+# Of each of 4 sequences the pages of 18 tokens are kept: the window, a page and a call of 8 steps.
+# With a step of 16 tokens these are at most 29 pages of 4 tokens, and the prefix cache has as many.
 MODEL = PlainModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1)
-WINDOW_PAGES, GREEDY, DRAWS = 17, SamplingMode(), SamplingMode(draws=True)
+NUM_PAGES, WINDOW_PAGES, IN_USE = 64, 58, 29
+# Without a prefix cache the pages of 6 tokens are kept.
+UNCACHED = dict(enable_prefix_caching=False, num_pages=30)
+UNCACHED_WINDOW_PAGES = 17
+GREEDY, DRAWS = SamplingMode(), SamplingMode(draws=True)
 PROMPTS = [[1, 2, 3], [*range(38)], [7] * 9]
-PARAMS = [greedy(max_tokens=30, n=n) for n in (1, 3, 2)]
+COUNTS = 1, 3, 2  # samples of each
 
 
-def engine_of(num_pages=30, model=MODEL, mode=GREEDY):
-    engine = make_engine(model, modes=[mode], num_pages=num_pages)
+def engine_of(model=MODEL, mode=GREEDY, **sizes):
+    engine = make_engine(model, modes=[mode], **dict(num_pages=NUM_PAGES) | sizes)
     steps_of(engine, 8)
     return engine
 
@@ -47,54 +54,39 @@ def window_pages_held(engine):
     return stats.num_window_pages - stats.num_free_window_pages
 
 
+def serve_counting(engine, prompts, params):
+    """Serve requests; return the numbers of window pages that were held, after each step."""
+    requests, held = submit(engine, prompts, params), []
+    while not engine.idle:
+        step(engine)
+        held.append(window_pages_held(engine))
+    return requests, held
+
+
 @pytest.fixture(scope="module")
 def wanted():
     """Tokens of each sample, from all tokens before them."""
-    each = [greedy_tokens(MODEL, weights(MODEL), prompt, 30) for prompt in PROMPTS]
-    return [each[0], *[each[1]] * 3, *[each[2]] * 2]
+    each = [greedy_tokens(MODEL, weights(MODEL), prompt, 80) for prompt in PROMPTS]
+    return [tokens for tokens, n in zip(each, COUNTS, strict=True) for _ in range(n)]
 
 
 def test_tokens_are_those_of_a_model_without_pages(wanted):
     """Forks and preempted sequences too; both tables are checked at each step."""
     engine = engine_of()
-    requests = submit(engine, PROMPTS, PARAMS)
-    held = []
-    while not engine.idle:
-        step(engine)
-        held.append(window_pages_held(engine))
+    params = [greedy(max_tokens=80, n=n) for n in COUNTS]
+    requests, held = serve_counting(engine, PROMPTS, params)
     assert tokens_of(requests) == wanted
     stats = engine.stats()
-    assert stats.num_preemptions > 0
-    assert stats.num_window_pages == WINDOW_PAGES and 8 < max(held) <= WINDOW_PAGES
-    assert stats.num_free_window_pages == WINDOW_PAGES
-
-
-@pytest.mark.slow
-def test_samples_are_those_of_an_engine_that_keeps_all_pages():
-    """With so few pages that two pools would save nothing."""
-    params = [sampling(max_tokens=30, n=n) for n in (1, 3, 2)]
-    kept, freed = (engine_of(num_pages, mode=DRAWS) for num_pages in (WINDOW_PAGES, 30))
-    assert kept.stats().num_window_pages == 0
-    wanted, found = (tokens_of(serve(engine, PROMPTS, params)) for engine in (kept, freed))
-    assert found == wanted
-    assert freed.stats().num_window_pages == WINDOW_PAGES
-
-
-def test_a_sequence_holds_the_window_pages_of_its_window_and_chunk_only():
-    engine = engine_of()
-    engine.submit([1] * 100, greedy(max_tokens=19))
-    held = []
-    while not engine.idle:
-        step(engine)
-        held.append(window_pages_held(engine))
-    # 16 tokens and 5 before them; then 6 tokens. The other layers hold 30 pages at the end.
-    assert max(held) == 6 and set(held[-4:-1]) <= {2, 3}
-    assert engine.stats().peak_pages_used == 1
+    assert stats.num_preemptions > 0 and stats.num_window_pages == WINDOW_PAGES
+    assert IN_USE - 10 < max(held) < WINDOW_PAGES  # the cache has some
+    assert_every_page_is_free(engine)
+    assert engine.stats().num_free_window_pages == WINDOW_PAGES
 
 
 def test_requests_go_on_after_a_pause_and_after_others_are_aborted(wanted):
     engine = engine_of()
-    aborted, *requests = submit(engine, [[9] * 40, *PROMPTS], [greedy(n=2), *PARAMS])
+    params = [greedy(n=2), *(greedy(max_tokens=80, n=n) for n in COUNTS)]
+    aborted, *requests = submit(engine, [[9] * 40, *PROMPTS], params)
     for _ in range(3):
         step(engine)
     engine.abort(aborted)
@@ -102,6 +94,66 @@ def test_requests_go_on_after_a_pause_and_after_others_are_aborted(wanted):
     engine.wake_up()
     run(engine)
     assert tokens_of(requests) == wanted
+
+
+def test_an_answer_is_cached_for_the_next_turn_where_its_window_is():
+    engine, prompt = engine_of(), [*range(20, 40)]
+
+    def serve_one(prompt, num_tokens):
+        (request,) = serve(engine, [prompt], greedy(max_tokens=num_tokens))
+        assert tokens_of([request]) == [greedy_tokens(MODEL, weights(MODEL), prompt, num_tokens)]
+        return request
+
+    first = serve_one(prompt, 40)
+    text = prompt + first.outputs[0].token_ids
+    second = serve_one([*text, 5], 10)
+    assert second.num_cached_tokens == 56  # of 59 tokens with K and V the full pages
+    assert serve_one([*text[:18], 5], 3).num_cached_tokens == 16  # near the end of the prompt
+    # The answer's pages are cached, but in its middle those of the window are free.
+    assert serve_one([*text[:41], 5], 3).num_cached_tokens in range(16, 24)
+
+
+@pytest.mark.slow
+def test_conversations_that_branch_end_and_are_aborted_have_the_same_tokens():
+    engine, rng, texts = engine_of(), random.Random(0), [[*range(30)]]
+    for turn in range(12):
+        prompts, params = [], []
+        for _ in range(5):
+            text = rng.choice(texts)[: rng.randint(1, 90)]
+            prompts.append(text + [rng.randrange(40) for _ in range(rng.randint(1, 9))])
+            params.append(greedy(max_tokens=rng.randint(1, 28), n=rng.randint(1, 3)))
+        requests = submit(engine, prompts, params)
+        for _ in range(4 * (turn % 3 == 2)):
+            step(engine)
+        engine.abort(requests[0])
+        if turn == 8:
+            engine.reset_prefix_cache()
+        run(engine)
+        for prompt, one, request in zip(prompts[1:], params[1:], requests[1:], strict=True):
+            tokens = greedy_tokens(MODEL, weights(MODEL), prompt, one.max_tokens)
+            assert tokens_of([request]) == [tokens] * one.n
+            texts.append(prompt + tokens)
+    assert engine.stats().prefix_cache_hits > 300
+    assert_every_page_is_free(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [GREEDY, DRAWS], ids=["greedy", "sampled"])
+def test_tokens_are_those_of_an_engine_that_keeps_all_pages(mode):
+    """It has so few pages that two pools would save nothing."""
+    how = sampling if mode.draws else greedy
+    params = [how(max_tokens=30, n=n) for n in COUNTS]
+    kept = engine_of(mode=mode, **UNCACHED | dict(num_pages=UNCACHED_WINDOW_PAGES))
+    assert kept.stats().num_window_pages == 0
+    wanted = tokens_of(serve(kept, PROMPTS, params))
+    engine = engine_of(mode=mode, **UNCACHED)
+    requests, held = serve_counting(engine, PROMPTS, params)
+    assert tokens_of(requests) == wanted
+    assert max(held) <= engine.stats().num_window_pages == UNCACHED_WINDOW_PAGES
+    # 16 tokens and 5 before them; then 6 tokens. The other layers hold 30 pages at the end.
+    _, held = serve_counting(engine, [[1] * 100], greedy(max_tokens=19))
+    assert max(held) == 6 and set(held[-4:-1]) <= {2, 3}
+    assert engine.stats().peak_pages_used == 1
 
 
 @pytest.mark.parametrize("lacking", ["table", "window_table"])
@@ -142,8 +194,8 @@ class Forgetful(PlainModel):
 def test_a_layer_that_sees_more_than_its_spec_says_is_refused():
     model = Forgetful(**vars(MODEL))
     with pytest.raises(ValueError, match="sliding_window=None of a layer must be at most 6"):
-        engine_of(model=model)
-    engine_of(WINDOW_PAGES, model)  # where no pages are freed, it may
+        engine_of(model)
+    engine_of(model, num_pages=WINDOW_PAGES)  # where no pages are freed, it may
 
 
 def test_windows_must_be_given_for_each_layer():
@@ -207,4 +259,4 @@ def test_a_pool_says_its_bytes_with_both_groups():
     engine = engine_of()
     pool = engine.replicas[0].runner.executor.state.pool
     layer = page_bytes(MODEL.kv_cache_spec, page_size=4, dtype="float32") // 2
-    assert engine.stats().pool_bytes == pool_bytes(pool) == (30 + WINDOW_PAGES) * layer
+    assert engine.stats().pool_bytes == pool_bytes(pool) == (NUM_PAGES + WINDOW_PAGES) * layer

@@ -30,7 +30,6 @@ from pallas_paged.engine.device.state import (
     TableArrays,
     fork,
     fork_on,
-    free_slots,
     set_slots,
     slot_states,
     update_table,
@@ -39,7 +38,7 @@ from pallas_paged.engine.device.step import StepOutput, make_step
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
 from pallas_paged.pages.pool import KVPool
-from pallas_paged.pages.table import create_page_table
+from pallas_paged.pages.table import PageTable, create_page_table
 
 
 class EngineDeadError(RuntimeError):
@@ -116,7 +115,7 @@ class Executor:
 
     Attributes:
         model, config, placement, num_pages: as given.
-        num_window_pages: of layers with a window, if they have a pool of their own, or None.
+        windows: sizes of the pool of layers with a window, if they have one of their own, or None.
         state: after all dispatched calls; the next one takes its buffers.
         weights: the parameters.
         pool_shape: shapes and dtypes of the pool.
@@ -143,22 +142,22 @@ class Executor:
         """
         self.weights, self.followers = weights, followers
         self.model, self.config, self.placement = model, config, placement
-        self.num_pages, self.num_window_pages = num_pages, config.window_pages(model, num_pages)
-        sizes = [num_pages] + [size for size in (self.num_window_pages,) if size is not None]
-        table, *windows = (
-            placement.put(
-                create_page_table(
-                    num_pages=size,
-                    page_size=config.page_size,
-                    max_seqs=config.max_num_seqs,
-                    pages_per_seq=-(-max_len // config.page_size),
-                )
+        self.num_pages = num_pages
+        self.windows = windows = config.window_pool(model, num_pages)
+
+        def create_table(num_pages: int) -> PageTable:
+            table = create_page_table(
+                num_pages=num_pages,
+                page_size=config.page_size,
+                max_seqs=config.max_num_seqs,
+                pages_per_seq=-(-max_len // config.page_size),
             )
-            for size in sizes
-        )
+            return placement.put(table)
+
         self.state = EngineState(
-            table=table,
-            window_table=windows[0] if windows else None,
+            table=create_table(num_pages),
+            window_table=None if windows is None else create_table(windows.num_pages),
+            kept_tokens=0 if windows is None else windows.kept_tokens,
             pool=self._create_pool(),
             slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
             valid=placement.put(np.bool_(True)),
@@ -175,13 +174,11 @@ class Executor:
             self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots
-        self._free_slots = free_slots
         self._count_tokens = _count_tokens
         self._fork: Callable[..., EngineState] = fork
         if shardings is not None:
             replicated = shardings.replicated
             self._update_table = jit_replicated(update_table, replicated, 2)
-            self._free_slots = jit_replicated(free_slots, replicated, 1)
             self._fork = fork_on(shardings)
             self._set_slots = jit_replicated(set_slots, replicated, 1)
             self._count_tokens = jit_replicated(set_token_counts, replicated, 1)
@@ -205,12 +202,15 @@ class Executor:
 
     @_followed
     def update_table(self, arrays: TableArrays) -> None:
-        """Change the page table, as `state.update_table`; free the same slots of the other one."""
+        """Change the page table, as `state.update_table`."""
         table, valid = self._update_table(self.state.table, self.state.valid, arrays)
-        windows = self.state.window_table
-        if windows is not None:
-            windows = self._free_slots(windows, arrays.freed)
-        self.state = replace(self.state, table=table, valid=valid, window_table=windows)
+        self.state = replace(self.state, table=table, valid=valid)
+
+    @_followed
+    def update_window_table(self, arrays: TableArrays) -> None:
+        """Change the page table of layers with a window, which there must be, likewise."""
+        table, valid = self._update_table(self.state.window_table, self.state.valid, arrays)
+        self.state = replace(self.state, window_table=table, valid=valid)
 
     @_followed
     def fork(self, src: np.ndarray, dst: np.ndarray) -> None:
@@ -321,7 +321,7 @@ class Executor:
         pool = create_pool(
             self.model.kv_cache_spec.on_devices(placement.num_devices),
             num_pages=self.num_pages,
-            num_window_pages=self.num_window_pages,
+            num_window_pages=None if self.windows is None else self.windows.num_pages,
             page_size=config.page_size,
             dtype=pool_dtype(self.model.kv_cache_spec, config.kv_cache_dtype),
             sharding=placement.pool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -51,36 +51,64 @@ def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:
     return dtype
 
 
-def window_pages(
-    spec: KVCacheSpec,
-    *,
-    num_pages: int | None,
-    page_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> int | None:
-    """Return the pages of a pool for the layers with a window, or None if there is one pool.
+@dataclass(frozen=True, kw_only=True)
+class WindowPool:
+    """Sizes of the pool of layers with a window, where other layers see all tokens.
 
-    They are as many as all sequences can hold at a time. So a sequence that has its pages in the
-    pool of the other layers never lacks one here, and the host counts the pages of that pool alone.
-
-    Args:
-        spec: of the model. There is one pool if all layers have a window, or none has.
-        num_pages: of the other layers. If that is not more, one pool takes no more memory. None is
-            any number.
-        page_size, max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
+    Attributes:
+        num_pages: of each of these layers.
+        num_cached: most of them that the prefix cache keeps.
+        sliding_window: tokens that the layer with the largest window sees.
+        kept_tokens: newest tokens of a sequence whose pages are not freed. The prefix cache takes
+            the pages at the end of a prompt or an answer when the host has read it, and by then
+            the next call has run.
     """
-    if len(spec.groups) == 1:
-        return None
-    window = spec.groups[1].sliding_window
-    assert window is not None
-    # A call with chunks first frees what lies left of the windows. W - 1 tokens of a sequence are
-    # left, and it adds N: these are in at most (W - 2 + N) // page_size + 2 pages. All N together
-    # are at most max_num_batched_tokens. Until the next such call each sequence adds one token in
-    # a step, and a step frees a page of each that has one to free.
-    tokens = max_num_seqs * (window - 1) + max_num_batched_tokens
-    needed = 2 * max_num_seqs + tokens // page_size
-    return needed if num_pages is None or needed < num_pages else None
+
+    num_pages: int
+    num_cached: int
+    sliding_window: int
+    kept_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        spec: KVCacheSpec,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_scheduler_steps: int,
+        enable_prefix_caching: bool,
+    ) -> WindowPool | None:
+        """Return what a model needs; None if all layers have a window, or none has.
+
+        All sequences have their pages at any time, and the prefix cache as many again. So a
+        sequence that has its pages in the pool of the other layers never lacks one here, and the
+        scheduler counts the pages of that pool alone.
+
+        Args:
+            spec: of the model.
+            page_size, max_num_seqs, max_num_batched_tokens, num_scheduler_steps,
+                enable_prefix_caching: as in `EngineConfig`.
+        """
+        if len(spec.groups) == 1:
+            return None
+        window = spec.groups[1].sliding_window
+        assert window is not None
+        kept = window + (page_size + num_scheduler_steps if enable_prefix_caching else 0)
+        # A call with chunks first frees what lies left of the kept tokens. K - 1 tokens of a
+        # sequence are left, and it adds N: these are in at most (K - 2 + N) // page_size + 2 pages.
+        # All N together are at most max_num_batched_tokens. Until the next such call each sequence
+        # adds one token in a step, and a step frees a page of each that has one to free.
+        tokens = max_num_seqs * (kept - 1) + max_num_batched_tokens
+        needed = 2 * max_num_seqs + tokens // page_size
+        num_cached = needed if enable_prefix_caching else 0
+        return cls(
+            num_pages=needed + num_cached,
+            num_cached=num_cached,
+            sliding_window=window,
+            kept_tokens=kept,
+        )
 
 
 def create_pool(
@@ -96,7 +124,7 @@ def create_pool(
 
     Args:
         spec, num_pages, page_size, dtype: sizes, as in `create_kv_pool`.
-        num_window_pages: of each layer with a window, from `window_pages`; None: as of the others.
+        num_window_pages: of each layer with a window, of `WindowPool`; None: as of the others.
         sharding: of the KV heads over a mesh, or None. Latents, which all heads share, are
             replicated there.
     """

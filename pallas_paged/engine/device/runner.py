@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
@@ -162,41 +162,22 @@ class ModelRunner:
                 np.bool_(first == 0),
             )
 
-    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
-        """Retain all, then free, release and attach, in as few calls of one shape as possible."""
-        *earlier, retained = _split(update.retained, _MAX_PAGES)
-        for pages in earlier:
-            self._change(pages, [], [], [])
-        freed = update.freed
-        released = _split(update.released, _MAX_PAGES)
-        attached = _split(attachments, _MAX_ATTACHMENTS)
-        for pages, entries in zip_longest(released, attached):
-            self._change(retained, freed, pages or [], entries or [])
-            retained, freed = [], []
-
-    def _change(
+    def update_table(
         self,
-        retained: list[int],
-        freed: list[int],
-        released: list[int],
+        update: TableUpdate,
         attachments: list[Attachment],
+        window_attachments: list[Attachment] | None = None,
     ) -> None:
-        table = self.table
-        is_freed = np.zeros(table.max_seqs, bool)
-        is_freed[freed] = True
-        pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
-        for entry, (_, attached) in enumerate(attachments):
-            pages[entry, : len(attached)] = attached
-        slots = [slot for slot, _ in attachments]
-        self.executor.update_table(
-            TableArrays(
-                retained=_padded(retained, _MAX_PAGES, table.num_pages),
-                freed=is_freed,
-                released=_padded(released, _MAX_PAGES, table.num_pages),
-                slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
-                pages=pages,
-            )
-        )
+        """Retain all, then free, release and attach, in as few calls of one shape as possible."""
+        table, windows = self.table, self.executor.state.window_table
+        for arrays in _table_arrays(
+            table, update.retained, update.freed, update.released, attachments
+        ):
+            self.executor.update_table(arrays)
+        if windows is not None:
+            pages = update.window_retained, update.freed, update.window_released
+            for arrays in _table_arrays(windows, *pages, window_attachments or [], has_holes=True):
+                self.executor.update_window_table(arrays)
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
         num_slots = self.executor.config.max_num_seqs
@@ -239,6 +220,52 @@ def fit_mode(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
     return mode if shape[1] else replace(mode, prompt_logprobs=-1)
 
 
+def _table_arrays(
+    table: PageTable,
+    retained: list[int],
+    freed: list[int],
+    released: list[int],
+    attachments: list[Attachment],
+    *,
+    has_holes: bool = False,
+) -> Iterator[TableArrays]:
+    """Yield what the calls of `ModelRunner.update_table` take.
+
+    Args:
+        table: its sizes.
+        retained, freed, released, attachments: as there.
+        has_holes: whether attachments may begin with pages of -1.
+    """
+
+    def arrays(
+        retained: list[int], freed: list[int], released: list[int], attachments: list[Attachment]
+    ) -> TableArrays:
+        is_freed = np.zeros(table.max_seqs, bool)
+        is_freed[freed] = True
+        pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
+        first_blocks = np.zeros(_MAX_ATTACHMENTS, np.int32)
+        for entry, (_, attached) in enumerate(attachments):
+            first_blocks[entry] = first = attached.count(-1)
+            pages[entry, : len(attached) - first] = attached[first:]
+        slots = [slot for slot, _ in attachments]
+        return TableArrays(
+            retained=_padded(retained, _MAX_PAGES, table.num_pages),
+            freed=is_freed,
+            released=_padded(released, _MAX_PAGES, table.num_pages),
+            slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
+            pages=pages,
+            first_blocks=first_blocks if has_holes else None,
+        )
+
+    *earlier, retained = _split(retained, _MAX_PAGES)
+    for one in earlier:
+        yield arrays(one, [], [], [])
+    attached = _split(attachments, _MAX_ATTACHMENTS)
+    for one, entries in zip_longest(_split(released, _MAX_PAGES), attached):
+        yield arrays(retained, freed, one or [], entries or [])
+        retained, freed = [], []
+
+
 def _split(entries: list[Any], size: int) -> list[list[Any]]:
     """Entries in as many pieces as calls take, at least one."""
     return [entries[start : start + size] for start in range(0, max(len(entries), 1), size)]
@@ -256,9 +283,22 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
         raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
     decodes, chunks, num_steps = scheduled.decodes, scheduled.chunks, scheduled.num_steps
     tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
-    mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
-    pages = (mapping // page_size).T.tolist()
+
+    def pages_of(mapping: Any) -> list[Any]:
+        """Return the page of each new token, of each row."""
+        if mapping is None:
+            return []
+        return ((mapping if chunks else mapping[:num_steps]) // page_size).T.tolist()
+
+    pages, window_pages = pages_of(output.slot_mapping), pages_of(output.window_slot_mapping)
     sequences: list[SequenceOutput] = []
+
+    def decoded(pages: list[Any], row: int, num_tokens: int) -> list[int]:
+        """Return the pages of a decoding row's new tokens."""
+        if chunks:  # one token each, the last ones
+            first = len(pages) - len(decodes) + row
+            return pages[first : first + num_tokens]
+        return pages[row][:num_tokens] if pages else []
 
     def sampled(sequence: Sequence, row: int) -> tuple[list[int], LogprobSequence | None]:
         token_ids = tokens[row]
@@ -274,12 +314,12 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
     for row, decode in enumerate(decodes):
         if (slot := decode.sequence.slot) is None:
             continue
-        new = [pages[row - len(decodes)]] if chunks else pages[row]
         token_ids, logprobs = sampled(decode.sequence, slot if chunks else row)
         sequences.append(
             SequenceOutput(
                 scheduled=decode,
-                pages=new[: len(token_ids)],
+                pages=decoded(pages, row, len(token_ids)),
+                window_pages=decoded(window_pages, row, len(token_ids)),
                 token_ids=token_ids,
                 logprobs=logprobs,
             )
@@ -298,6 +338,7 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
             one = SequenceOutput(
                 scheduled=chunk,
                 pages=pages[start:end],
+                window_pages=window_pages[start:end],
                 token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,

@@ -26,7 +26,7 @@ from pallas_paged.engine.sampling_params import (
 from pallas_paged.engine.schedule.calls import Chunk, Decode
 from pallas_paged.pages.pool import KVPool, copy_pages
 from pallas_paged.pages.sharing import attach, release, retain
-from pallas_paged.pages.table import PageTable
+from pallas_paged.pages.table import PageTable, extend
 from pallas_paged.pages.table import fork as fork_rows
 from pallas_paged.pages.table import free as free_rows
 
@@ -199,6 +199,7 @@ class EngineState:
         window_table: the page table of the layers with a window, with the same rows and lengths,
             if their part of the pool has pages of its own. It is smaller than the other, so the
             number of a layer's pages says which table is its own.
+        kept_tokens: static, newest tokens of a row whose pages that table keeps.
     """
 
     table: PageTable
@@ -206,6 +207,7 @@ class EngineState:
     slots: SlotStates
     valid: jax.Array
     window_table: PageTable | None = None
+    kept_tokens: int = field(default=0, metadata=dict(static=True))
 
 
 @pytree
@@ -217,6 +219,7 @@ class TableArrays:
         freed: `bool[S]`, slots.
         slots: `i32[A]`, empty slots that begin with full pages; padded with S.
         pages: `i32[A, pages_per_seq]`, those pages, padded with num_pages.
+        first_blocks: `i32[A]`, blocks before those pages; None: 0.
     """
 
     retained: Array
@@ -224,6 +227,7 @@ class TableArrays:
     released: Array
     slots: Array
     pages: Array
+    first_blocks: Array | None = None
 
 
 @partial(jax.jit, donate_argnames=("table", "valid"))
@@ -233,16 +237,26 @@ def update_table(
     """Retain pages, free slots, release pages and then let slots attach some; all donated."""
     table, retained = retain(table, update.retained)
     table = release(free_rows(table, update.freed), update.released)
-    table, attached = attach(table, update.slots, update.pages)
+    table, attached = attach(table, update.slots, update.pages, first_blocks=update.first_blocks)
     retained |= update.retained >= table.num_pages  # padding
     attached |= update.slots >= table.max_seqs
     return table, valid & jnp.all(retained) & jnp.all(attached)
 
 
-@partial(jax.jit, donate_argnames="table")
-def free_slots(table: PageTable, freed: jax.Array) -> PageTable:
-    """Free slots `bool[S]` (table donated)."""
-    return free_rows(table, freed)
+def extend_all(
+    tables: tuple[PageTable, ...], num_new_tokens: jax.Array, *, max_new_tokens: int
+) -> tuple[tuple[PageTable, ...], jax.Array]:
+    """Extend the same rows of tables: one that lacks a page in any of them takes none in all.
+
+    Arguments and results are those of `extend`.
+    """
+    ok = jnp.ones(num_new_tokens.shape, bool)
+    for table in tables:  # of what these calls return, XLA computes the second result alone
+        wanted = jnp.where(ok, num_new_tokens, 0)
+        ok &= extend(table, wanted, max_new_tokens=max_new_tokens)[1]
+    wanted = jnp.where(ok, num_new_tokens, 0)
+    each = (extend(table, wanted, max_new_tokens=max_new_tokens)[0] for table in tables)
+    return tuple(each), ok
 
 
 @partial(jax.jit, donate_argnames="state")

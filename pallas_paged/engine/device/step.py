@@ -20,7 +20,13 @@ from pallas_paged.engine.device.attend import (
     logits_of,
 )
 from pallas_paged.engine.device.placement import Shardings
-from pallas_paged.engine.device.state import Batch, ChunkBatch, EngineState, SlotStates
+from pallas_paged.engine.device.state import (
+    Batch,
+    ChunkBatch,
+    EngineState,
+    SlotStates,
+    extend_all,
+)
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
@@ -65,7 +71,7 @@ class StepOutput:
         slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T]` with chunks.
         valid: `bool[]`, of the state.
         num_free: `i32[]`, free pages after the call.
-        num_free_window_pages: `i32[]`, those of the window table, or None if there is none.
+        num_free_window_pages, window_slot_mapping: the same of the window table, or None.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
         prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
     """
@@ -77,8 +83,10 @@ class StepOutput:
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     num_free_window_pages: jax.Array | None = None
+    window_slot_mapping: jax.Array | None = None
 
 
+Mappings = tuple[jax.Array, jax.Array | None]  # of the table, and of the window table
 Result = tuple[EngineState, TokenCounts | None, StepOutput]
 Step = Callable[..., Result]  # of the leaves of the parameters, state, counts, batch and peers
 
@@ -143,15 +151,8 @@ class _Call:
         positions: jax.Array,
         rows: jax.Array,
         chunks: ChunkBatch | None,
-    ) -> tuple[PagedAttend, jax.Array]:
-        """Return the attention, and the pool slots of the new tokens in `state.table`.
-
-        Args:
-            state: with pages for the new tokens.
-            token_rows, positions: `i32[T]`, of the new tokens.
-            rows: of the decoding rows, as in `PagedAttend`.
-            chunks: likewise.
-        """
+    ) -> tuple[PagedAttend, Mappings]:
+        """Return the attention, and the pool slots of new tokens in these rows and positions."""
         mapping = slot_mapping(state.table, token_rows, positions)
         attend = PagedAttend(
             state.table,
@@ -162,11 +163,13 @@ class _Call:
             kernels=self.kernels,
             peers=self.peers,
         )
-        if (table := state.window_table) is not None:
-            window = self.model.kv_cache_spec.groups[1].sliding_window
-            assert window is not None
-            attend.add_window(table, slot_mapping(table, token_rows, positions), window)
-        return attend, mapping
+        if (table := state.window_table) is None:
+            return attend, (mapping, None)
+        window = self.model.kv_cache_spec.groups[1].sliding_window
+        assert window is not None
+        window_mapping = slot_mapping(table, token_rows, positions)
+        attend.add_window(table, window_mapping, window)
+        return attend, (mapping, window_mapping)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return logits_of(self.model, self.params, hidden)
@@ -183,7 +186,7 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
         slots = state.slots
         state, rows, ok = _extend(call, state, index < batch.num_steps)
         lens = _seq_lens(state.table, rows)
-        attend, mapping = call.attend(state, rows, lens - 1, rows, None)
+        attend, mappings = call.attend(state, rows, lens - 1, rows, None)
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
         places = jnp.maximum(lens - 1, 0)
         layers = state.pool.layers
@@ -194,7 +197,7 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
         goes_on = ~slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
         state = replace(state, pool=KVPool(layers=layers), slots=slots)
-        return state, counts, (drawn, mapping, logprobs), jnp.all(ok) & jnp.any(goes_on)
+        return state, counts, (drawn, mappings, logprobs), jnp.all(ok) & jnp.any(goes_on)
 
     def body(carry: Any) -> Any:
         index, state, counts, outputs, _ = carry
@@ -205,8 +208,8 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
     index, most = jnp.int32(0), jnp.max(batch.num_steps)
     if batch.max_num_steps == 1:
         state, counts, outputs, _ = step(index, state, counts)
-        tokens, mapping, logprobs = jax.tree.map(lambda x: x[None], outputs)
-        return state, counts, _output(state, tokens, mapping, logprobs, None)
+        tokens, mappings, logprobs = jax.tree.map(lambda x: x[None], outputs)
+        return state, counts, _output(state, tokens, mappings, logprobs, None)
     one = jax.eval_shape(step, index, state, counts)[2]
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
@@ -214,8 +217,8 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
     # The condition computes something, although the body says all: in a CUDA graph XLA orders a
     # loop by the kernels of its condition, and without one it starts before its inputs are there.
     carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
-    _, state, counts, (tokens, mapping, logprobs), _ = carry
-    return state, counts, _output(state, tokens, mapping, logprobs, None)
+    _, state, counts, (tokens, mappings, logprobs), _ = carry
+    return state, counts, _output(state, tokens, mappings, logprobs, None)
 
 
 def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Result:
@@ -232,7 +235,7 @@ def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | N
     positions = positions.at[places].set(_seq_lens(table, rows) - 1, mode="drop")
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
     tokens = chunks.token_ids.at[places].set(tokens, mode="drop")
-    attend, mapping = call.attend(state, token_rows, positions, rows, chunks)
+    attend, mappings = call.attend(state, token_rows, positions, rows, chunks)
     positions, layers = jnp.maximum(positions, 0), state.pool.layers
     hidden, layers = hidden_of(call.model, call.params, tokens, positions, attend, layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
@@ -260,7 +263,7 @@ def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | N
     valid = state.valid & jnp.all(ok)
     state = replace(state, pool=KVPool(layers=layers), slots=slots, valid=valid)
     one = jax.tree.map(lambda x: x[None], logprobs)
-    return state, counts, _output(state, drawn[None], mapping, one, prompt_logprobs)
+    return state, counts, _output(state, drawn[None], mappings, one, prompt_logprobs)
 
 
 def _sample(
@@ -315,14 +318,15 @@ def _sample(
 def _output(
     state: EngineState,
     token_ids: jax.Array,
-    mapping: jax.Array,
+    mappings: Mappings,
     logprobs: Logprobs | None,
     prompt_logprobs: Logprobs | None,
 ) -> StepOutput:
     windows = state.window_table
     return StepOutput(
         token_ids=token_ids,
-        slot_mapping=mapping,
+        slot_mapping=mappings[0],
+        window_slot_mapping=mappings[1],
         valid=jnp.copy(state.valid),  # buffers of their own: the state's are donated on
         num_free=jnp.copy(state.table.num_free),
         num_free_window_pages=None if windows is None else jnp.copy(windows.num_free),
@@ -368,19 +372,10 @@ def _extend(
     if (windows := state.window_table) is None:
         table, ok = extend(table, num_new, max_new_tokens=most)
     else:
-        window = call.model.kv_cache_spec.groups[1].sliding_window
-        assert window is not None
         # Of all rows, those that rest too: the size of the pool counts on it.
-        first = windows.seq_lens - window + 1
+        first = windows.seq_lens - state.kept_tokens + 1
         windows = free_before(windows, first, max_pages=1 if chunks is None else None)
-        # A row that lacks a page in one table takes none in the other. Of what the first two calls
-        # return, XLA computes `ok` alone.
-        _, ok = extend(table, num_new, max_new_tokens=most)
-        _, fits = extend(windows, jnp.where(ok, num_new, 0), max_new_tokens=most)
-        ok &= fits
-        num_new = jnp.where(ok, num_new, 0)
-        table, _ = extend(table, num_new, max_new_tokens=most)
-        windows, _ = extend(windows, num_new, max_new_tokens=most)
+        (table, windows), ok = extend_all((table, windows), num_new, max_new_tokens=most)
     state = replace(state, table=table, window_table=windows)
     return state, _rows_with_pages(rows, ok, num_slots), ok
 

@@ -46,6 +46,8 @@ class Sequence:
     Attributes, of `KVCacheManager`:
         num_stored: tokens of steps that the host has read, so that their pages are known.
         pages: of its first `num_stored` tokens.
+        window_pages: likewise, of layers with a window, if they have a pool of their own; those
+            left of the window are no longer its own, or -1.
         lease: of the prefix cache, while it is running.
         caches: whether the prefix cache may take its pages.
         block_hashes: of its full pages, kept for the prefix cache.
@@ -67,6 +69,7 @@ class Sequence:
     forks: list[Sequence] = field(default_factory=list)
     num_stored: int = 0
     pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
     lease: PrefixLease | None = None
     caches: bool = True
     block_hashes: list[Block] = field(default_factory=list)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.sequence import Sequence
 
-Attachment = tuple[int, tuple[int, ...]]  # a slot, and the cached pages that it begins with
+# A slot, and the cached pages that it begins with: those of layers with a window are -1 left of it.
+Attachment = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class SchedulerOutput:
 
     Attributes:
         attachments: slots and the pages that they begin with.
+        window_attachments: the same slots, and pages of layers with a window, if they have a pool
+            of their own.
         forks: slots, and empty slots that become like them.
         decodes: sequences that go on from their last token.
         resumed: of those, the ones whose last token the host must send.
@@ -67,6 +70,7 @@ class SchedulerOutput:
     resumed: list[Sequence]
     chunks: list[Chunk]
     num_steps: int
+    window_attachments: list[Attachment] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,7 @@ class SequenceOutput:
     Attributes:
         scheduled: what was scheduled.
         pages: of the pool, one for each token whose K/V the call has written.
+        window_pages: likewise, of layers with a window, if they have a pool of their own.
         token_ids: that it sampled, in order; -1 for bad logits.
         logprobs: of each, or None.
         prompt_logprobs: of the tokens after each of a chunk, or None.
@@ -86,6 +91,7 @@ class SequenceOutput:
     token_ids: list[int]
     logprobs: LogprobSequence | None = None
     prompt_logprobs: LogprobSequence | None = None
+    window_pages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,19 +14,25 @@ import numpy as np
 from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.schedule.window_prefixes import WindowPrefixes
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
 
 @dataclass(kw_only=True)
 class TableUpdate:
-    """What the page table must do before a step: retain pages, free slots, release pages."""
+    """What the page table must do before a step: retain pages, free slots, release pages.
+
+    Another one of layers with a window frees the same slots, and has pages of its own.
+    """
 
     retained: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    window_retained: list[int] = field(default_factory=list)
+    window_released: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.retained or self.freed or self.released)
+        return any(vars(self).values())
 
 
 class KVCacheManager:
@@ -49,19 +55,22 @@ class KVCacheManager:
         max_num_batched_tokens: int,
         cache: PrefixCache | None,
         sliding_window: int | None,
+        windows: WindowPrefixes | None = None,
     ):
         """Start with all pages free; sizes as in `EngineConfig`.
 
         Args:
             cache: None computes every prompt in full.
             sliding_window: tokens after which pages are freed from the left, or None.
+            windows: cached pages of layers with a window, if they have a pool of their own and
+                there is a cache.
         """
         self.num_pages, self.page_size = num_pages, page_size
         self.num_free = num_pages
         self.page_balance = 0
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._cache = cache
-        self._window = sliding_window
+        self._window, self._windows = sliding_window, windows
         self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
         self.update = TableUpdate()
 
@@ -78,7 +87,8 @@ class KVCacheManager:
     @property
     def num_inserted(self) -> int:
         """Pages that were ever cached; while it stays the same, `lookup` finds no more."""
-        return self._cache.num_inserted_pages if self._cache is not None else 0
+        num_pages = self._cache.num_inserted_pages if self._cache is not None else 0
+        return num_pages + (self._windows.num_inserted if self._windows is not None else 0)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages of this many tokens."""
@@ -110,7 +120,7 @@ class KVCacheManager:
         if self._cache is not None and self.num_free < num_pages:
             # Some more than are missing, because each update of the table takes its time.
             evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
-            self.update.released += evicted
+            self._release(evicted)
             self.num_free += len(evicted)
             self.page_balance += len(evicted)
         if self.num_free < num_pages:
@@ -135,12 +145,13 @@ class KVCacheManager:
         counted = self.pages_for(end + later) - self.pages_for(end)
         self.num_free += counted - (self.pages_for(start + later) - self.pages_for(start))
 
-    def store(self, sequence: Sequence, pages: list[int]) -> None:
+    def store(self, sequence: Sequence, pages: list[int], window_pages: Iterable[int] = ()) -> None:
         """Note the pages, one a token, that hold the next tokens of a sequence."""
         first, size = sequence.num_stored, self.page_size
         sequence.num_stored += len(pages)
-        for block in range(len(sequence.pages), self.pages_for(sequence.num_stored)):
-            sequence.pages.append(pages[max(block * size - first, 0)])
+        for held, new in ((sequence.pages, pages), (sequence.window_pages, [*window_pages])):
+            for block in range(len(held), self.pages_for(sequence.num_stored) if new else 0):
+                held.append(new[max(block * size - first, 0)])
 
     @property
     def must_update(self) -> bool:
@@ -149,7 +160,8 @@ class KVCacheManager:
         Pages to retain can wait while their row holds them, unless a window may free them.
         """
         update = self.update
-        return bool(update.freed or update.released or (update.retained and self._window))
+        changes = update.freed or update.released or update.window_retained
+        return bool(changes or update.window_released or (update.retained and self._window))
 
     def take_update(self) -> TableUpdate:
         """Return what has been decided and the table has not done yet."""
@@ -158,17 +170,26 @@ class KVCacheManager:
 
     def lookup(self, sequence: Sequence) -> PrefixLease | None:
         """Find the cached pages that a sequence can begin with, and hold them."""
+        lease = self._lookup(sequence, sequence.max_cached_tokens)
+        if lease is not None and self._windows is not None:
+            num_usable = self._windows.num_usable(lease.pages)
+            if num_usable < len(lease.pages):
+                self.release(lease)
+                lease = self._lookup(sequence, num_usable * self.page_size)
+        return lease
+
+    def _lookup(self, sequence: Sequence, max_tokens: int | None) -> PrefixLease | None:
         if self._cache is None:
             return None
-        return self._cache.lookup(
-            sequence.token_ids, sequence.block_hashes, max_tokens=sequence.max_cached_tokens
-        )
+        return self._cache.lookup(sequence.token_ids, sequence.block_hashes, max_tokens=max_tokens)
 
     def attach(self, sequence: Sequence, lease: PrefixLease | None) -> None:
         """Let a sequence begin with the pages of a lease."""
         sequence.lease = lease
         if lease is not None:
             sequence.pages, sequence.num_stored = list(lease.pages), lease.num_tokens
+            if self._windows is not None:
+                sequence.window_pages = self._windows.attach(lease.pages)
 
     def release(self, lease: PrefixLease | None) -> None:
         """Let go of cached pages."""
@@ -178,9 +199,10 @@ class KVCacheManager:
     def fork(self, source: Sequence, fork: Sequence) -> None:
         """Note that a sequence becomes like another; it gets a copy of the partial page."""
         fork.num_stored = source.num_computed
-        fork.pages = source.pages[: source.num_computed // self.page_size]
+        num_full = source.num_computed // self.page_size
+        fork.pages, fork.window_pages = source.pages[:num_full], source.window_pages[:num_full]
         if source.lease is not None:
-            fork.lease = self.lookup(fork)
+            fork.lease = self._lookup(fork, fork.max_cached_tokens)
             assert fork.lease is not None
             if len(fork.lease.pages) < len(fork.pages):
                 # Both hold pages that the cache does not have. If one let it have them and ended,
@@ -193,7 +215,7 @@ class KVCacheManager:
         self.release(sequence.lease)
         self.update.freed.append(sequence.running_slot)
         sequence.lease, sequence.caches = None, True
-        sequence.pages, sequence.num_stored = [], 0
+        sequence.pages, sequence.window_pages, sequence.num_stored = [], [], 0
 
     def cache_full_pages(self, sequence: Sequence) -> None:
         """Let other sequences find the full pages of a running one."""
@@ -214,6 +236,16 @@ class KVCacheManager:
         self.update.retained += self._cache.insert(
             sequence.lease, tokens, pages, blocks=sequence.block_hashes
         )
+        if self._windows is not None:
+            held = self._cache.held_pages(sequence.lease)
+            # Those that no call in flight has freed; it has freed none that the newest token sees.
+            first = self._windows.first_kept(sequence.num_computed)
+            last = num_tokens // self.page_size
+            retained, released = self._windows.insert(
+                held[first:last], sequence.window_pages[first : len(held[:last])]
+            )
+            self.update.window_retained += retained
+            self.update.window_released += released
 
     def pool_map(self, running: Iterable[Sequence]) -> PoolMap:
         """Return which request holds which page, given the running sequences."""
@@ -239,10 +271,17 @@ class KVCacheManager:
         if self._cache is None:
             return
         freed = self._cache.clear()
+        self._release(freed)
         self.num_free += len(freed)
         self.page_balance += len(freed)
         for sequence in running:
             self.release(sequence.lease)
             sequence.lease = None
         # Pages that running sequences hold are not free yet.
-        self.update.released += freed + self._cache.clear()
+        self._release(self._cache.clear())
+
+    def _release(self, pages: list[int]) -> None:
+        """Let the tables release pages that the prefix cache has dropped."""
+        self.update.released += pages
+        if self._windows is not None:
+            self.update.window_released += self._windows.drop(pages)

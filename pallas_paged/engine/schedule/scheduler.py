@@ -13,7 +13,6 @@ from collections import deque
 
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.schedule.calls import (
-    Attachment,
     Chunk,
     Decode,
     RunnerOutput,
@@ -84,7 +83,7 @@ class Scheduler:
         chunks = self._schedule_running(budget)
         budget -= sum(len(chunk.token_ids) for chunk in chunks)
         num_running = len(self.running)
-        attachments = self._schedule_waiting(budget, chunks)
+        attached = self._schedule_waiting(budget, chunks)
         started = len(self.running) > num_running
         goes_on = in_flight or decoding or forks or chunks or started
         if not goes_on and (self.running or self.waiting):
@@ -100,7 +99,8 @@ class Scheduler:
         for one in resumed:
             one.decoding = True
         return SchedulerOutput(
-            attachments=attachments,
+            attachments=[(one.running_slot, tuple(one.pages)) for one in attached],
+            window_attachments=[(one.running_slot, tuple(one.window_pages)) for one in attached],
             forks=forks,
             decodes=decodes,
             resumed=resumed,
@@ -122,7 +122,7 @@ class Scheduler:
         self.pages.observe(output.num_free, page_balance)
         for one in output.sequences:
             scheduled, sequence = one.scheduled, one.scheduled.sequence
-            self.pages.store(sequence, one.pages)
+            self.pages.store(sequence, one.pages, one.window_pages)
             if isinstance(scheduled, Chunk):
                 sequence.num_pending -= scheduled.is_last
                 self.pages.cache_full_pages(sequence)
@@ -290,9 +290,9 @@ class Scheduler:
             is_last=is_last,
         )
 
-    def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Attachment]:
-        """Start waiting sequences; add their first chunks, and return the pages they attach."""
-        attachments: list[Attachment] = []
+    def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Sequence]:
+        """Start waiting sequences; add their first chunks, and return those that attach pages."""
+        attached: list[Sequence] = []
         while self.waiting and budget > 0 and self.unused_slots:
             sequence = self.waiting[0]
             if not self._find_pages(sequence):
@@ -304,7 +304,7 @@ class Scheduler:
                     self._start(fork)
             sequence.num_computed = sequence.num_stored
             if sequence.pages:
-                attachments.append((sequence.running_slot, tuple(sequence.pages)))
+                attached.append(sequence)
             request = sequence.request
             if request.start_time is None:
                 request.num_cached_tokens = sequence.num_computed
@@ -317,7 +317,7 @@ class Scheduler:
                 if chunk is not None:  # with a window, pages may come free only as it goes on
                     chunks.append(chunk)
                     budget -= len(chunk.token_ids)
-        return attachments
+        return attached
 
     def _find_pages(self, sequence: Sequence) -> bool:
         """Return whether a sequence can start; it then has its cached pages."""

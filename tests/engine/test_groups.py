@@ -70,6 +70,7 @@ def wanted():
     return [tokens for tokens, n in zip(each, COUNTS, strict=True) for _ in range(n)]
 
 
+@pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_tokens_are_those_of_a_model_without_pages(wanted):
     """Forks and preempted sequences too; both tables are checked at each step."""
     engine = engine_of()

@@ -271,6 +271,21 @@ def test_bounds_of_the_work_must_be_positive_integers(bound):
         assert_refused(message, call, i32(0, 0, 0, 0), **{name: bound})
 
 
+def test_pages_are_attached_behind_blocks_that_stay_without():
+    """As a row has them whose first pages were freed; a row has at most 4."""
+    pages = i32([1, 2, -1], [2, -1, -1], [-1] * 3, [0, -1, -1])
+
+    def use(table):
+        table, _ = pp.extend(table, [12, 0, 0, 0])
+        return pp.attach(table, [1, 2, 3, 9], pages, first_blocks=[1, 4, 2, 0])
+
+    attached, ok = jax.jit(use)(make_table())
+    assert ok.tolist() == [True, False, True, False]
+    assert attached.seq_lens.tolist() == [12, 12, 0, 8]
+    assert attached.block_tables.tolist() == [[0, 1, 2, 8], [8, 1, 2, 8], [8] * 4, [8] * 4]
+    pp.check_page_table(attached)
+
+
 def test_lists_are_accepted():
     def use(table):
         table, first = pp.extend(table, [4, 2, 0, 0])

@@ -36,6 +36,7 @@ from tests.support.engine_calls import (
 )
 from tests.support.marks import slow
 from tests.support.placement import buffers
+from tests.support.plain_model import greedy_tokens
 from tests.support.soak import soak_engine, storm
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -101,6 +102,24 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
         assert found[0] == tokens
         assert bool(logprobs) == (request in (requests[0], requests[3]))
         np.testing.assert_allclose(np.array(found[1]), np.array(logprobs), atol=1e-4)
+    assert_every_page_is_free(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_layers_with_a_window_free_their_pages_on_every_device(num_devices):
+    """Where other layers see all tokens, with forks, preemption and the prefix cache."""
+    model = replace(MODEL, max_model_len=128, sliding_window=6, num_full_layers=1)
+    engine = mesh_engine(num_devices, model, num_pages=64, modes=GREEDY)
+    steps_of(engine, 8)
+    prompts = [[1, 2, 3], [*range(38)], [7] * 9]
+    for _ in range(2):
+        requests = serve(engine, prompts, [greedy(max_tokens=80, n=n) for n in (1, 3, 2)])
+        for prompt, request in zip(prompts, requests, strict=True):
+            wanted = greedy_tokens(model, weights(model), prompt, 80)
+            assert tokens_of([request]) == [wanted] * len(request.outputs)
+    stats = engine.stats()
+    assert stats.num_window_pages == 58 and stats.num_preemptions > 0 and stats.prefix_cache_hits
     assert_every_page_is_free(engine)
 
 

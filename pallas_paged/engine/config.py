@@ -9,11 +9,11 @@ from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import (
     KV_CACHE_DTYPES,
-    WindowPool,
     pages_that_fit,
     pool_dtype,
 )
 from pallas_paged.engine.model import Model
+from pallas_paged.engine.window_pool import WindowPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,32 +90,22 @@ class EngineConfig:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
 
-    def window_pool(self, model: Model, num_pages: int | None = None) -> WindowPool | None:
-        """Return the sizes of a pool for the layers with a window; None if there is one pool.
-
-        Args:
-            model: the model.
-            num_pages: of the other layers, if it is known: two pools save no memory unless that is
-                more.
-        """
-        windows = WindowPool.of(
-            model.kv_cache_spec,
-            page_size=self.page_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            num_scheduler_steps=self.num_scheduler_steps,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
-        if windows is None or (num_pages is not None and num_pages <= windows.num_pages):
-            return None
-        return windows
-
-    def sizes(self, model: Model, placements: Sequence[Placement] | None = None) -> tuple[int, int]:
+    def sizes(
+        self, model: Model, placements: Sequence[Placement] | None = None
+    ) -> tuple[int, int, WindowPool | None]:
         """Return the pages of a pool and the most tokens of a sequence, where None is open.
+
+        Layers with a window have a pool of their own where others see all tokens, and where that
+        saves memory. A given `num_pages` is that of the others then. Of the free memory the pool of
+        windows takes what `max_num_seqs` sequences need in it, but no more than half. There is one
+        pool for all layers if it holds `max_num_seqs` sequences of full length.
 
         Args:
             model: the model.
             placements: of the replicas, whose pools are alike; None is JAX's default device.
+
+        Returns:
+            The pages, the tokens, and the pool of layers with a window, or None.
 
         Raises:
             ValueError: max_model_len is more than the model's, or tensor_parallel_size is wrong.
@@ -126,18 +116,57 @@ class EngineConfig:
             raise ValueError(
                 f"max_model_len={max_len} must be at most the model's {model.max_model_len}"
             )
-        windows = self.window_pool(model)
-        num_pages = self.num_pages or min(
-            pages_that_fit(
+        windows = self._window_pool(model)
+        if self.num_pages is not None:
+            num_pages = self.num_pages
+            if windows is not None and windows.num_pages >= num_pages:
+                windows = None
+        else:
+            num_pages = pages_that_fit(
                 spec,
                 page_size=self.page_size,
                 dtype=pool_dtype(spec, self.kv_cache_dtype),
                 memory_fraction=self.memory_fraction,
                 placements=placements or [Placement.default()],
-                num_window_pages=None if windows is None else windows.num_pages,
-            ),
-            self.max_num_seqs * -(-max_len // self.page_size),
-        )
+            )
+            most = self.max_num_seqs * -(-max_len // self.page_size)
+            if num_pages >= most:
+                num_pages, windows = most, None
+            elif windows is not None:
+                num_pages, windows = self._divided(model, num_pages, most)
         if self.max_model_len is None and spec.sliding_window is None:
             max_len = min(max_len, num_pages * self.page_size)
-        return num_pages, max_len
+        return num_pages, max_len, windows
+
+    def _divided(
+        self, model: Model, num_pages: int, most_pages: int
+    ) -> tuple[int, WindowPool | None]:
+        """Return two pools that take no more memory than one of `num_pages` for all layers.
+
+        Args:
+            model: the model, with layers of two kinds.
+            num_pages: of the one pool.
+            most_pages: that the layers without a window can use.
+        """
+        full, limited = (len(group.layers) for group in model.kv_cache_spec.groups)
+        total = num_pages * (full + limited)
+        windows = self._window_pool(model, total // 2 // limited)
+        if windows is None:
+            return num_pages, None
+        num_full = min((total - windows.num_pages * limited) // full, most_pages)
+        if num_full <= windows.num_pages:
+            windows = self._window_pool(model, num_full - 1)
+        return (
+            (num_pages, None) if windows is None or num_full <= num_pages else (num_full, windows)
+        )
+
+    def _window_pool(self, model: Model, most_pages: int | None = None) -> WindowPool | None:
+        return WindowPool.of(
+            model.kv_cache_spec,
+            page_size=self.page_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_scheduler_steps=self.num_scheduler_steps,
+            enable_prefix_caching=self.enable_prefix_caching,
+            most_pages=most_pages,
+        )

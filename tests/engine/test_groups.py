@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.engine import KVCacheSpec
-from pallas_paged.engine.device.placement import Placement
-from pallas_paged.engine.device.pool import create_pool, page_bytes, pages_that_fit, pool_bytes
+from pallas_paged.engine import EngineConfig, KVCacheSpec
+from pallas_paged.engine.device.pool import create_pool, page_bytes, pool_bytes
 from pallas_paged.engine.device.state import Batch
 from pallas_paged.engine.device.step import NOT_SAMPLED
 from pallas_paged.engine.model import check_model
 from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.window_pool import WindowPool
 from tests.support.engine_calls import (
     assert_every_page_is_free,
     greedy,
@@ -30,14 +30,15 @@ from tests.support.engine_calls import (
 )
 from tests.support.page_tables import i32
 from tests.support.plain_model import PlainModel, greedy_tokens
+from tests.support.scheduler_host import Host, make_sequence, with_forks
 
-# Of each of 4 sequences the pages of 18 tokens are kept: the window, a page and a call of 8 steps.
-# With a step of 16 tokens these are at most 29 pages of 4 tokens, and the prefix cache has as many.
+# Of each sequence the pages of 18 tokens are kept: the window, a page and a call of 8 steps. They
+# are 7 pages at most. Those of 4 sequences and of a step of 16 tokens are two thirds of the pool.
 MODEL = PlainModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1)
-NUM_PAGES, WINDOW_PAGES, IN_USE = 64, 58, 29
+NUM_PAGES, WINDOW_PAGES, IN_USE = 64, 49, 32
 # Without a prefix cache the pages of 6 tokens are kept.
 UNCACHED = dict(enable_prefix_caching=False, num_pages=30)
-UNCACHED_WINDOW_PAGES = 17
+UNCACHED_WINDOW_PAGES = 20
 GREEDY, DRAWS = SamplingMode(), SamplingMode(draws=True)
 PROMPTS = [[1, 2, 3], [*range(38)], [7] * 9]
 COUNTS = 1, 3, 2  # samples of each
@@ -238,22 +239,57 @@ def test_each_layer_has_the_pages_of_its_group_and_its_own_scales():
     assert [float(layer.v_scales) for layer in pool.layers] == [6, 7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("num_window_pages", [1, 1000, 10**6])
-def test_memory_is_shared_by_two_pools_or_is_one(num_window_pages):
-    sizes = dict(page_size=16, dtype="bfloat16")
-    num_pages = pages_that_fit(
-        SPEC,
-        **sizes,
-        memory_fraction=1,
-        placements=[Placement.default()],
-        num_window_pages=num_window_pages,
+# A page of a layer takes 64 KiB, and the memory of the host, 1 GiB, holds 16,384 of them.
+BIG = PlainModel(num_layers=8, num_full_layers=2, sliding_window=1024, max_model_len=10**6)
+BIG = replace(BIG, num_kv_heads=8, head_dim=64, num_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_pages", "num_window_pages", "num_seqs"),
+    [
+        (dict(max_num_seqs=4), 6371, 607, 4),  # as many as these need
+        (dict(max_num_seqs=64), 4097, 1365, 11),  # half of the memory
+        (dict(max_num_seqs=4, enable_prefix_caching=False), 7016, 392, 4),
+        (dict(max_num_seqs=4, max_model_len=4096), 1024, None, 4),  # all fit in one pool
+        (dict(max_num_seqs=4, num_pages=607), 607, None, 4),
+        (dict(max_num_seqs=4, num_pages=608), 608, 607, 4),
+    ],
+)
+def test_memory_is_divided_between_two_pools_that_hold_more_tokens(
+    sizes, num_pages, num_window_pages, num_seqs
+):
+    config = EngineConfig(max_num_batched_tokens=2048, **sizes)
+    found, max_len, windows = config.sizes(BIG)
+    assert found == num_pages
+    assert (windows and windows.num_pages) == num_window_pages
+    if windows is not None:
+        assert max_len == num_pages * 16
+        assert windows.num_for_sequences // windows.num_of_sequence(max_len) == num_seqs
+        assert 2 * num_pages + 6 * num_window_pages <= 16384
+
+
+def test_no_more_sequences_run_than_the_pool_of_windows_holds():
+    """Three of 4 pages each, or two and a short one; forks are counted too."""
+    windows = WindowPool.of(
+        MODEL.kv_cache_spec,
+        page_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        num_scheduler_steps=8,
+        enable_prefix_caching=False,
+        most_pages=16,
     )
-    page = page_bytes(SPEC, **sizes)
-    held = num_pages * page
-    if num_window_pages < num_pages:
-        held = num_pages * page // 5 + num_window_pages * page * 4 // 5
-    assert 2**30 - page < held <= 2**30
-    assert (num_window_pages < num_pages) == (num_window_pages < 10**6)
+    assert windows.num_for_sequences == 12 and windows.most_of_sequence == 4
+    each = [make_sequence(index, 20, new=20) for index in range(4)]
+    with_forks(each[0], 2)
+    short = make_sequence(9, 3, new=1, priority=-1)
+    host = Host(*each, short, num_pages=64, windows=windows)
+    num_running = []
+    while host.scheduler.running or host.scheduler.waiting:
+        host.step()
+        num_running.append(len(host.scheduler.running))
+    assert max(num_running) == 3
+    assert all(one.finished for one in (*each, short))
 
 
 def test_a_pool_says_its_bytes_with_both_groups():

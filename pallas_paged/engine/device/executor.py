@@ -37,6 +37,7 @@ from pallas_paged.engine.device.state import (
 from pallas_paged.engine.device.step import StepOutput, make_step
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
+from pallas_paged.engine.window_pool import WindowPool
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, create_page_table
 
@@ -114,8 +115,7 @@ class Executor:
     of process 0 sends each call to the others, so that all make the same calls in the same order.
 
     Attributes:
-        model, config, placement, num_pages: as given.
-        windows: sizes of the pool of layers with a window, if they have one of their own, or None.
+        model, config, placement, num_pages, windows: as given.
         state: after all dispatched calls; the next one takes its buffers.
         weights: the parameters.
         pool_shape: shapes and dtypes of the pool.
@@ -131,6 +131,7 @@ class Executor:
         *,
         num_pages: int,
         max_len: int,
+        windows: WindowPool | None = None,
         followers: Followers | None = None,
     ):
         """Create the state on the devices.
@@ -138,12 +139,12 @@ class Executor:
         Args:
             model, weights, config, placement: of the replica.
             num_pages, max_len: sizes that the config may leave open.
+            windows: sizes of the pool of layers with a window, if they have one of their own.
             followers: the other processes of this replica.
         """
         self.weights, self.followers = weights, followers
         self.model, self.config, self.placement = model, config, placement
-        self.num_pages = num_pages
-        self.windows = windows = config.window_pool(model, num_pages)
+        self.num_pages, self.windows = num_pages, windows
 
         def create_table(num_pages: int) -> PageTable:
             table = create_page_table(

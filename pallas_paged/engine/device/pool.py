@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -49,66 +49,6 @@ def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:
     if dtype != own and dtype.itemsize > 1:
         raise ValueError(f"{kv_cache_dtype=} must be int8, fp8 or the model's dtype, {own.name}")
     return dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowPool:
-    """Sizes of the pool of layers with a window, where other layers see all tokens.
-
-    Attributes:
-        num_pages: of each of these layers.
-        num_cached: most of them that the prefix cache keeps.
-        sliding_window: tokens that the layer with the largest window sees.
-        kept_tokens: newest tokens of a sequence whose pages are not freed. The prefix cache takes
-            the pages at the end of a prompt or an answer when the host has read it, and by then
-            the next call has run.
-    """
-
-    num_pages: int
-    num_cached: int
-    sliding_window: int
-    kept_tokens: int
-
-    @classmethod
-    def of(
-        cls,
-        spec: KVCacheSpec,
-        *,
-        page_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        num_scheduler_steps: int,
-        enable_prefix_caching: bool,
-    ) -> WindowPool | None:
-        """Return what a model needs; None if all layers have a window, or none has.
-
-        All sequences have their pages at any time, and the prefix cache as many again. So a
-        sequence that has its pages in the pool of the other layers never lacks one here, and the
-        scheduler counts the pages of that pool alone.
-
-        Args:
-            spec: of the model.
-            page_size, max_num_seqs, max_num_batched_tokens, num_scheduler_steps,
-                enable_prefix_caching: as in `EngineConfig`.
-        """
-        if len(spec.groups) == 1:
-            return None
-        window = spec.groups[1].sliding_window
-        assert window is not None
-        kept = window + (page_size + num_scheduler_steps if enable_prefix_caching else 0)
-        # A call with chunks first frees what lies left of the kept tokens. K - 1 tokens of a
-        # sequence are left, and it adds N: these are in at most (K - 2 + N) // page_size + 2 pages.
-        # All N together are at most max_num_batched_tokens. Until the next such call each sequence
-        # adds one token in a step, and a step frees a page of each that has one to free.
-        tokens = max_num_seqs * (kept - 1) + max_num_batched_tokens
-        needed = 2 * max_num_seqs + tokens // page_size
-        num_cached = needed if enable_prefix_caching else 0
-        return cls(
-            num_pages=needed + num_cached,
-            num_cached=num_cached,
-            sliding_window=window,
-            kept_tokens=kept,
-        )
 
 
 def create_pool(
@@ -173,13 +113,10 @@ def pages_that_fit(
     dtype: DTypeLike,
     memory_fraction: float,
     placements: Sequence[Placement],
-    num_window_pages: int | None = None,
 ) -> int:
     """Return how many pages fit `memory_fraction` of the free memory of every device, at least 1.
 
-    With `num_window_pages` for the layers with a window, it is the number for the others, if that
-    is more; else the number for all layers. Where a device does not report its memory, as CPUs do
-    not, its part of the pool may take 1 GiB.
+    Where a device does not report its memory, as CPUs do not, its part of the pool may take 1 GiB.
     """
     num_heads = max(1, spec.num_kv_heads // placements[0].num_devices)
     on_each = replace(spec, num_kv_heads=num_heads)
@@ -190,14 +127,7 @@ def pages_that_fit(
             int(memory_fraction * (memory["bytes_limit"] - memory["bytes_in_use"]))
             for memory in reported
         ]
-    room, size = min(rooms), page_bytes(on_each, page_size=page_size, dtype=dtype)
-    num_pages = max(1, room // size)
-    if num_window_pages is not None and num_pages > num_window_pages:
-        full, limited = (
-            page_bytes(on_each.of(group), page_size=page_size, dtype=dtype)
-            for group in on_each.groups
-        )
-        num_pages = (room - num_window_pages * limited) // full
+    num_pages = max(1, min(rooms) // page_bytes(on_each, page_size=page_size, dtype=dtype))
     if placements[0].num_processes > 1:  # all create the same pool
         num_pages = int(multihost_utils.process_allgather(np.int32(num_pages)).min())
     return num_pages

@@ -20,7 +20,6 @@ from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.schedule.calls import Decode, RunnerOutput, SchedulerOutput
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
-from pallas_paged.engine.schedule.window_prefixes import WindowPrefixes
 from pallas_paged.engine.stats import Counters, EngineStats
 from pallas_paged.pages.check import check_page_table
 from pallas_paged.pages.prefix_cache import PrefixCache
@@ -59,18 +58,10 @@ class Replica:
         """Start without requests, on the devices of an executor."""
         model, config, num_pages = executor.model, executor.config, executor.num_pages
         self.weights, self.num_pages = executor.weights, num_pages
-        self.runner, self._windows = ModelRunner(executor), None
+        self.runner, windows = ModelRunner(executor), executor.windows
+        self.num_window_pages = 0 if windows is None else windows.num_pages
         page_size, caching = config.page_size, config.enable_prefix_caching
         self.cache = PrefixCache(page_size=page_size) if caching else None
-        self.num_window_pages = 0
-        if (windows := executor.windows) is not None:
-            self.num_window_pages = windows.num_pages
-            self._windows = WindowPrefixes(
-                sliding_window=windows.sliding_window,
-                kept_tokens=windows.kept_tokens,
-                page_size=page_size,
-                num_pages=windows.num_cached,
-            )
         pages = KVCacheManager(
             num_pages=num_pages,
             page_size=page_size,
@@ -78,7 +69,7 @@ class Replica:
             max_num_batched_tokens=config.max_num_batched_tokens,
             cache=self.cache,
             sliding_window=model.kv_cache_spec.sliding_window,
-            windows=self._windows,
+            windows=windows,
         )
         self.scheduler = Scheduler(pages, watermark=int(config.watermark * num_pages))
         self.counters = Counters(
@@ -168,7 +159,7 @@ class Replica:
         self.runner.executor.wait()
         check_page_table(self.runner.table, retained=np.asarray(cached, np.int32))
         if (windows := self.runner.executor.state.window_table) is not None:
-            cached = self._windows.pages if self._windows is not None else ()
+            cached = self.scheduler.pages.cached_window_pages
             check_page_table(windows, retained=np.asarray(cached, np.int32))
 
     def update_table(self) -> None:
@@ -189,7 +180,7 @@ class Replica:
         if not self.scheduler.running:
             self.counters.num_cached_pages = num_cached = self.scheduler.pages.num_evictable
             self.counters.num_free_pages = self.num_pages - num_cached
-            num_cached = len(self._windows.pages) if self._windows is not None else 0
+            num_cached = len(self.scheduler.pages.cached_window_pages)
             self.counters.num_free_window_pages = self.num_window_pages - num_cached
 
     def _schedule(self) -> SchedulerOutput:

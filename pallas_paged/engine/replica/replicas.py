@@ -133,7 +133,7 @@ class Replicas:
         weights = [Weights(model, params, place) for place in places]
         if places[0].mesh is not None:
             jax.block_until_ready([one.leaves for one in weights])
-        self.num_pages, self.max_model_len = config.sizes(model, places)
+        self.num_pages, self.max_model_len, windows = config.sizes(model, places)
         self._all = [
             Replica(
                 Executor(
@@ -143,6 +143,7 @@ class Replicas:
                     place,
                     num_pages=self.num_pages,
                     max_len=self.max_model_len,
+                    windows=windows,
                     followers=self.followers,
                 ),
                 tokenizer,

@@ -15,6 +15,7 @@ from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.schedule.window_prefixes import WindowPrefixes
+from pallas_paged.engine.window_pool import WindowPool
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
 
@@ -55,22 +56,29 @@ class KVCacheManager:
         max_num_batched_tokens: int,
         cache: PrefixCache | None,
         sliding_window: int | None,
-        windows: WindowPrefixes | None = None,
+        windows: WindowPool | None = None,
     ):
         """Start with all pages free; sizes as in `EngineConfig`.
 
         Args:
             cache: None computes every prompt in full.
             sliding_window: tokens after which pages are freed from the left, or None.
-            windows: cached pages of layers with a window, if they have a pool of their own and
-                there is a cache.
+            windows: the pool of layers with a window, if they have one of their own.
         """
         self.num_pages, self.page_size = num_pages, page_size
         self.num_free = num_pages
         self.page_balance = 0
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._cache = cache
-        self._window, self._windows = sliding_window, windows
+        self._window, self._window_pool = sliding_window, windows
+        self._windows = None
+        if windows is not None and cache is not None:
+            self._windows = WindowPrefixes(
+                sliding_window=windows.sliding_window,
+                kept_tokens=windows.kept_tokens,
+                page_size=page_size,
+                num_pages=windows.num_cached,
+            )
         self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
         self.update = TableUpdate()
 
@@ -89,6 +97,18 @@ class KVCacheManager:
         """Pages that were ever cached; while it stays the same, `lookup` finds no more."""
         num_pages = self._cache.num_inserted_pages if self._cache is not None else 0
         return num_pages + (self._windows.num_inserted if self._windows is not None else 0)
+
+    @property
+    def cached_window_pages(self) -> list[int]:
+        """Pages of layers with a window that the prefix cache holds, if they have their own."""
+        return self._windows.pages if self._windows is not None else []
+
+    def has_window_pages(self, running: Iterable[Sequence], sequence: Sequence) -> bool:
+        """Return whether a sequence can run beside others in the pool of layers with a window."""
+        if (pool := self._window_pool) is None:
+            return True
+        held = sum(pool.num_of_sequence(one.max_len) for one in (*running, sequence))
+        return held <= pool.num_for_sequences
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages of this many tokens."""

@@ -246,7 +246,7 @@ class Scheduler:
             self.pages.cache_full_pages(source)
             for fork in forks:
                 fork.fork_source = None
-                if fork.slot is None and self.unused_slots:
+                if fork.slot is None and self._has_slot(fork):
                     self._start(fork)
                 if fork.slot is None or not self.pages.allocate(num_copies):
                     if fork.slot is not None:
@@ -293,14 +293,14 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Sequence]:
         """Start waiting sequences; add their first chunks, and return those that attach pages."""
         attached: list[Sequence] = []
-        while self.waiting and budget > 0 and self.unused_slots:
+        while self.waiting and budget > 0:
             sequence = self.waiting[0]
-            if not self._find_pages(sequence):
+            if not self._has_slot(sequence) or not self._find_pages(sequence):
                 break
             self.waiting.popleft()
             self._start(sequence)
             for fork in sequence.forks:
-                if self.unused_slots:
+                if self._has_slot(fork):
                     self._start(fork)
             sequence.num_computed = sequence.num_stored
             if sequence.pages:
@@ -340,6 +340,10 @@ class Scheduler:
         self._blocked = None
         self.pages.attach(sequence, lease)
         return True
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can have a slot, and its window pages."""
+        return bool(self.unused_slots) and self.pages.has_window_pages(self.running, sequence)
 
     def _start(self, sequence: Sequence) -> None:
         sequence.slot = self.unused_slots.pop()

@@ -22,7 +22,8 @@ class EngineConfig:
 
     Attributes:
         num_pages: pages of the pool. None: what `memory_fraction` of the free device memory holds,
-            and no more than `max_num_seqs` sequences of full length need.
+            and no more than `max_num_seqs` sequences of full length need. Of a model in which some
+            layers have a window, pages of the layers that see all tokens, see `sizes`.
         memory_fraction: above 0 and at most 1.
         page_size: tokens of a page, a power of two from 1 to 256.
         max_num_seqs: sequences that run at a time.
@@ -161,8 +162,13 @@ class EngineConfig:
         )
 
     def _window_pool(self, model: Model, most_pages: int | None = None) -> WindowPool | None:
+        """Return a pool for layers with a window; None if all are of one kind."""
+        groups = model.kv_cache_spec.groups
+        if len(groups) == 1:
+            return None
+        assert groups[1].sliding_window is not None
         return WindowPool.of(
-            model.kv_cache_spec,
+            sliding_window=groups[1].sliding_window,
             page_size=self.page_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

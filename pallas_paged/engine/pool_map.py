@@ -15,7 +15,7 @@ class PoolMap:
     """Which request holds which page of a replica's pool, as the host knows it.
 
     It is as of the newest call of the device that was read: a page that a call in flight takes is
-    still free here.
+    still free here. Where layers with a window have a pool of their own, it is of the other one.
 
     Attributes:
         owners: `i32[num_pages]`; for each page `FREE`; `CACHED`, if only the prefix cache holds it;

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_paged.engine.model import KVCacheSpec
-
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPool:
@@ -35,8 +33,8 @@ class WindowPool:
     @classmethod
     def of(
         cls,
-        spec: KVCacheSpec,
         *,
+        sliding_window: int,
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -47,27 +45,22 @@ class WindowPool:
         """Return the pool that lets all sequences run, or one of `most_pages` if that is less.
 
         Args:
-            spec: of the model.
+            sliding_window: of the pool.
             page_size, max_num_seqs, max_num_batched_tokens, num_scheduler_steps,
                 enable_prefix_caching: as in `EngineConfig`.
             most_pages: None is any number.
 
         Returns:
-            The pool; None if all layers have a window, or none has, or if not even a sequence can
-            run in so few pages.
+            The pool; None if not even one sequence can run in so few pages.
         """
-        if len(spec.groups) == 1:
-            return None
-        window = spec.groups[1].sliding_window
-        assert window is not None
-        kept = window + (page_size + num_scheduler_steps if enable_prefix_caching else 0)
+        kept = sliding_window + (page_size + num_scheduler_steps if enable_prefix_caching else 0)
 
         def pool(num_pages: int) -> WindowPool:
             return cls(
                 num_pages=num_pages,
                 page_size=page_size,
                 max_num_batched_tokens=max_num_batched_tokens,
-                sliding_window=window,
+                sliding_window=sliding_window,
                 kept_tokens=kept,
                 num_cached=num_pages // 3 if enable_prefix_caching else 0,
             )

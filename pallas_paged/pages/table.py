@@ -189,10 +189,11 @@ def free_before(
 ) -> PageTable:
     """Drop the pages of rows that lie wholly before a position; lengths stay as they are.
 
-    For models in which every layer has a sliding window: drop what no later query sees. The
-    block table entries become num_pages, and pages without other references are free again. A
-    partial last page always stays, because the row will write to it. A `fork` of the row has its
-    first pages dropped too, and `truncate` fails where the row's last page would be a dropped one.
+    For layers with a sliding window: drop what no later query sees. Layers that see all tokens need
+    another table. The block table entries become num_pages, and pages without other references are
+    free again. A partial last page always stays, because the row will write to it. A `fork` of the
+    row has its first pages dropped too, and `truncate` fails where the row's last page would be a
+    dropped one.
 
     Args:
         positions: i32`[max_seqs]`, first token of each row that must stay; 0 or less drops nothing,

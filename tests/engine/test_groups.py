@@ -271,7 +271,7 @@ def test_memory_is_divided_between_two_pools_that_hold_more_tokens(
 def test_no_more_sequences_run_than_the_pool_of_windows_holds():
     """Three of 4 pages each, or two and a short one; forks are counted too."""
     windows = WindowPool.of(
-        MODEL.kv_cache_spec,
+        sliding_window=6,
         page_size=4,
         max_num_seqs=4,
         max_num_batched_tokens=16,

@@ -28,6 +28,8 @@ _GAUGES = {
     "num_free_pages": ("num_free_pages", "Pages that are free."),
     "num_cached_pages": ("num_cached_pages", "Pages that only the prefix cache holds."),
     "num_shared_pages": ("num_shared_pages", "Pages that several running sequences hold."),
+    "num_window_pages": ("num_window_pages", "Pages of the pool of layers with a window, or 0."),
+    "num_free_window_pages": ("num_free_window_pages", "Those that are free."),
     "num_used_pages": ("num_used_pages", "Pages that running sequences hold."),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of those, 0 to 1."),
     "kv_cache_bytes": ("pool_bytes", "Bytes of the pool."),

@@ -27,6 +27,8 @@ ENGINE = {
     "num_free_pages": "num_free_pages",
     "num_cached_pages": "num_cached_pages",
     "num_shared_pages": "num_shared_pages",
+    "num_window_pages": "num_window_pages",
+    "num_free_window_pages": "num_free_window_pages",
     "kv_cache_bytes": "pool_bytes",
     "prompt_tokens_total": "prompt_tokens",
     "prefix_cache_queries_total": "prefix_cache_queries",

@@ -263,16 +263,16 @@ def extend_all(
 def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
     """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S (state donated)."""
     table, copies, ok = fork_rows(state.table, src, dst)
-    window_table = state.window_table
+    of_table, window_table = {table.num_pages: copies}, state.window_table
+    if window_table is not None:
+        window_table, of_table[window_table.num_pages], fits = fork_rows(window_table, src, dst)
+        ok &= fits
+    valid = state.valid & jnp.all(ok | (src >= table.max_seqs))
     if window_table is None:
         pool = copy_pages(state.pool, copies)
     else:
-        window_table, window_copies, fits = fork_rows(window_table, src, dst)
-        ok &= fits
-        of_pool = {table.num_pages: copies, window_table.num_pages: window_copies}
-        each = (copy_pages(KVPool(layers=(x,)), of_pool[x.num_pages]) for x in state.pool.layers)
+        each = (copy_pages(KVPool(layers=(x,)), of_table[x.num_pages]) for x in state.pool.layers)
         pool = KVPool(layers=tuple(chain.from_iterable(one.layers for one in each)))
-    valid = state.valid & jnp.all(ok | (src >= table.max_seqs))
     return replace(state, table=table, pool=pool, valid=valid, window_table=window_table)
 
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
-from pallas_paged.engine.device.pool import (
-    KV_CACHE_DTYPES,
-    pages_that_fit,
-    pool_dtype,
-)
+from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.window_pool import WindowPool
 

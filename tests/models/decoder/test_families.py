@@ -193,14 +193,16 @@ def test_branches_must_be_normed_before_or_after():
         replace(CONFIG, pre_norms=False)
 
 
-def test_only_windows_of_all_layers_free_pages():
-    """Where some layers see all tokens, the engine must keep all pages."""
+def test_pages_are_freed_of_layers_with_a_window_only():
+    """Where some layers see all tokens, they are a group of their own, whose pages are kept."""
     specs = {
         name: engine_model(load_checkpoint(GOLDENS / name)[0])[0].kv_cache_spec
         for name in ("gpt_oss", "mixtral")
     }
     assert specs["gpt_oss"].sliding_windows == (9, None)
     assert specs["gpt_oss"].sliding_window is None
+    groups = specs["gpt_oss"].groups
+    assert [(one.layers, one.sliding_window) for one in groups] == [((1,), None), ((0,), 9)]
     assert specs["mixtral"].sliding_window == 11
 
 

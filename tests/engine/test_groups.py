@@ -28,13 +28,14 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.mixed_model import MixedModel
 from tests.support.page_tables import i32
-from tests.support.plain_model import PlainModel, greedy_tokens
+from tests.support.plain_model import greedy_tokens
 from tests.support.scheduler_host import Host, make_sequence, with_forks
 
 # Of each sequence the pages of 18 tokens are kept: the window, a page and a call of 8 steps. They
 # are 7 pages at most. Those of 4 sequences and of a step of 16 tokens are two thirds of the pool.
-MODEL = PlainModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1)
+MODEL = MixedModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1)
 NUM_PAGES, WINDOW_PAGES, IN_USE = 64, 49, 32
 # Without a prefix cache the pages of 6 tokens are kept.
 UNCACHED = dict(enable_prefix_caching=False, num_pages=30)
@@ -183,7 +184,7 @@ def test_a_row_that_lacks_a_page_in_one_table_grows_in_neither(lacking):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forgetful(PlainModel):
+class Forgetful(MixedModel):
     """Its last layer does not tell `attend` of its window."""
 
     def __call__(self, params, tokens, positions, attend, cache):
@@ -202,7 +203,7 @@ def test_a_layer_that_sees_more_than_its_spec_says_is_refused():
 
 def test_windows_must_be_given_for_each_layer():
     @dataclass(frozen=True, kw_only=True)
-    class Short(PlainModel):
+    class Short(MixedModel):
         windows = (4,)
 
     with pytest.raises(ValueError, match=r"sliding_windows=\(4,\) must have one entry for each of"):
@@ -240,7 +241,7 @@ def test_each_layer_has_the_pages_of_its_group_and_its_own_scales():
 
 
 # A page of a layer takes 64 KiB, and the memory of the host, 1 GiB, holds 16,384 of them.
-BIG = PlainModel(num_layers=8, num_full_layers=2, sliding_window=1024, max_model_len=10**6)
+BIG = MixedModel(num_layers=8, num_full_layers=2, sliding_window=1024, max_model_len=10**6)
 BIG = replace(BIG, num_kv_heads=8, head_dim=64, num_heads=8)
 
 

@@ -22,7 +22,6 @@ class PlainModel:
     num_kv_heads: int = 2
     head_dim: int = 16
     sliding_window: int | None = None
-    num_full_layers: int = 0  # the first, which have no window
     dtype: str = "float32"
 
     @property
@@ -32,13 +31,8 @@ class PlainModel:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
-            sliding_windows=self.windows,
+            sliding_windows=(self.sliding_window,) * self.num_layers,
         )
-
-    @property
-    def windows(self):
-        full = self.num_full_layers
-        return (None,) * full + (self.sliding_window,) * (self.num_layers - full)
 
     def init(self, seed):
         """Return random NumPy weights of a seed or key; the tokens before matter much."""
@@ -64,12 +58,12 @@ class PlainModel:
     def __call__(self, params, tokens, positions, attend, cache):
         """Run on packed tokens i32[T] at positions i32[T]; return hidden [T, E] and the cache."""
         x, layers = params["embed"][tokens], []
-        for index, (layer, window) in enumerate(zip(cache, self.windows, strict=True)):
+        for index, layer in enumerate(cache):
             heads = (rms_norm(x) @ params["qkv"][index]).reshape(len(tokens), -1, self.head_dim)
             ends = (self.num_heads, self.num_heads + self.num_kv_heads)
             q, k, v = jnp.split(heads, ends, axis=1)  # [T, heads, D]
             q, k = rotate(q, positions), rotate(k, positions)
-            out, layer = attend(q, k, v, layer, sliding_window=window)
+            out, layer = attend(q, k, v, layer, sliding_window=self.sliding_window)
             x += out.reshape(x.shape) @ params["out"][index]
             x += jax.nn.silu(rms_norm(x) @ params["up"][index]) @ params["down"][index]
             layers.append(layer)

@@ -8,7 +8,6 @@ probabilities, which are fewer than the elements of K and V.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -40,13 +39,18 @@ def load_queries(
         found = _halves(loaded, dtype, layouts, interpret=interpret)
         return [x.astype(jnp.float32) for x in found]
 
-    largest = functools.reduce(
-        jnp.maximum, (jnp.maximum(*map(jnp.abs, halves_of(x))).max(axis=1) for x, _ in parts)
-    )
+    largest: Any = None
+    only = None
+    for words, _ in parts:
+        halves = halves_of(words)
+        largest_here = jnp.maximum(*map(jnp.abs, halves)).max(axis=1)
+        largest = largest_here if largest is None else jnp.maximum(largest, largest_here)
+        # Several parts are loaded again: all of them would take too many registers.
+        only = halves if len(parts) == 1 else None
     exponents = jnp.minimum(jnp.maximum(exponents_of(largest), -126), 126)
     inverses = power_of_2(-exponents)
     for words, to in parts:
-        for ref, half in zip(to, halves_of(words), strict=True):
+        for ref, half in zip(to, only or halves_of(words), strict=True):
             ref[...] = (half * lax.broadcast_in_dim(inverses, half.shape, (0,))).astype(jnp.float16)
     return plgpu.layout_cast(power_of_2(exponents), layouts.row)
 

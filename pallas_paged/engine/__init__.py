@@ -19,6 +19,7 @@ from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.rollouts import Rollouts
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
+from pallas_paged.engine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "AsyncEngine",
@@ -38,6 +39,7 @@ __all__ = [
     "RequestOutput",
     "Rollouts",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Tokenizer",
     "sources_key",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX, check_integer, check_number
+from pallas_paged.engine.structured_outputs import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 MAX_LOGPROBS = 20  # alternatives of a token with log-probabilities, as many as OpenAI's API has
@@ -55,6 +56,8 @@ class SamplingParams:
             own log-probability. None reports nothing.
         prompt_logprobs: the same for the tokens of the prompt.
         detokenize: whether completions have text.
+        structured_outputs: what the text of a completion must match; a completion that ends with
+            "length" or at a stop text may be the beginning of such a text.
 
     Raises:
         ValueError: a value is out of its range, or two values exclude each other.
@@ -81,6 +84,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_integers()
@@ -94,6 +98,7 @@ class SamplingParams:
         self._set("logit_bias", self._checked_logit_bias())
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs detokenize=True")
+        self._check_structured_outputs()
         if self.beam_width is not None:
             self._check_beams()
 
@@ -171,6 +176,19 @@ class SamplingParams:
             if not holds(np.float32(value)):  # as the device has it, where 1e-60 is 0
                 raise ValueError(f"{name}={value} must be {rule}")
 
+    def _check_structured_outputs(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs={self.structured_outputs!r:.80} must be "
+                "StructuredOutputsParams"
+            )
+        if self.min_tokens:  # a complete text may be shorter, and nothing could follow it
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is not possible with structured_outputs"
+            )
+
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         if not all(isinstance(text, str) and text for text in stop):
@@ -221,6 +239,7 @@ class SamplingParams:
             "presence_penalty": self.presence_penalty != 0,
             "frequency_penalty": self.frequency_penalty != 0,
             "repetition_penalty": self.repetition_penalty != 1,
+            "structured_outputs": self.structured_outputs is not None,
         }
         for name, given in excluded.items():
             if given:
@@ -249,6 +268,7 @@ class SamplingMode:
             for 1 as for 2.
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
         processors: rows may have a logit_bias or min_tokens.
+        masks: rows may have structured outputs.
         draws: rows may have a temperature, and a min_p.
     """
 
@@ -257,6 +277,7 @@ class SamplingMode:
     filters: int = 0
     logprobs: int = -1
     processors: bool = False
+    masks: bool = False
     draws: bool = False
 
     @classmethod
@@ -270,6 +291,7 @@ class SamplingMode:
             filters=0 if params.greedy else (params.top_k > 0) + (params.top_p < 1),
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
             processors=bool(params.logit_bias or params.min_tokens),
+            masks=params.structured_outputs is not None,
             draws=not params.greedy,
         )
 

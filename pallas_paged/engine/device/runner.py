@@ -77,7 +77,7 @@ class ModelRunner:
 
     def empty_batch(self, shape: tuple[int, int], mode: SamplingMode) -> Batch:
         """Return a batch that computes nothing."""
-        return self.buckets.pack([], [], shape, mode)
+        return self._with_masks(self.buckets.pack([], [], shape, mode), [], [])
 
     def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
         """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
@@ -137,10 +137,23 @@ class ModelRunner:
         if mode not in compiled:  # a larger one serves as well
             mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)
-        output = self.executor.step(self.buckets.pack(decodes, chunks, shape, mode))
+        batch = self.buckets.pack(decodes, chunks, shape, mode)
+        output = self.executor.step(self._with_masks(batch, decodes, chunks))
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         return output
+
+    def _with_masks(self, batch: Batch, decodes: list[Decode], chunks: list[Chunk]) -> Batch:
+        """Return a batch with the masks that its mode has; rows without a grammar allow all."""
+        if not batch.mode.masks:
+            return batch
+        num_rows = batch.decode_slots.size if batch.chunks is None else self.buckets.max_num_seqs
+        masks = np.full((num_rows, -(-self.executor.model.vocab_size // 32)), -1, np.int32)
+        sampling = [x.sequence for x in decodes] + [x.sequence for x in chunks if x.is_last]
+        for row, sequence in enumerate(sampling):
+            if sequence.grammar is not None:
+                sequence.grammar.fill(masks[row if batch.chunks is None else sequence.running_slot])
+        return replace(batch, masks=masks)
 
     def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
         """Set the slots of sequences that begin to sample; resumed ones also need their token."""

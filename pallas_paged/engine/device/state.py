@@ -69,6 +69,8 @@ class Batch:
         chunks: None in a call that only decodes.
         mode: static, what the call can sample.
         max_num_steps: static, bound of num_steps.
+        masks: of the rows that sample, `i32[D, ceil(V / 32)]`, or of all slots with chunks: token
+            `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`.
     """
 
     decode_slots: Array
@@ -76,6 +78,7 @@ class Batch:
     chunks: ChunkBatch | None
     mode: SamplingMode = field(metadata=dict(static=True))
     max_num_steps: int = field(metadata=dict(static=True))
+    masks: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

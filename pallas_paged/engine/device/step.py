@@ -33,6 +33,7 @@ from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
     TokenCounts,
     add_output_tokens,
+    mask_logits,
     process_logits,
     sample,
 )
@@ -294,7 +295,8 @@ def _sample(
     row_counts = None
     if mode.penalties and counts is not None:
         row_counts = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
-    processed = process_logits(logits, metadata, row_counts, lens, mode)
+    allowed = mask_logits(logits, call.batch.masks) if mode.masks else logits
+    processed = process_logits(allowed, metadata, row_counts, lens, mode)
     # The kernels need all of a row on one device.
     by: SamplingImplementation | None = None if peers is None else "xla"
     drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)

@@ -10,13 +10,18 @@ import numpy as np
 
 from pallas_paged.checks import check_integer
 from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.grammar import GrammarCompiler
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 
 
 class InputProcessor:
-    """Makes requests; any thread may call it."""
+    """Makes requests; any thread may call it.
+
+    Attributes:
+        grammars: of requests with structured outputs.
+    """
 
     def __init__(
         self,
@@ -25,9 +30,11 @@ class InputProcessor:
         *,
         vocab_size: int,
         max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
     ):
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self._pages, self._max_model_len = pages, max_model_len
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._random = random.Random()  # seeded by the system, whatever a program seeds
         # The newest parameters, and the tokens of a sequence: many requests have the same ones.
         self._newest: tuple[SamplingParams | None, int] = None, 0
@@ -59,6 +66,7 @@ class InputProcessor:
         token_ids = self.token_ids(prompt)
         if score_start is None and params.prompt_logprobs is not None:
             score_start = 1
+        max_len, structure = self._max_len(len(token_ids), params), params.structured_outputs
         return Request(
             request_id=request_id or "",
             prompt=prompt if isinstance(prompt, str) else None,
@@ -66,7 +74,8 @@ class InputProcessor:
             params=params,
             seed=self._random.getrandbits(32) if params.seed is None else params.seed,
             priority=priority,
-            max_len=self._max_len(len(token_ids), params),
+            max_len=max_len,
+            grammar=None if structure is None else self.grammars.compile(structure),
             score_start=score_start,
             prompt_logprobs=None if score_start is None else [None] * len(token_ids),
         )

@@ -17,6 +17,7 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     RequestOutput,
 )
+from pallas_paged.engine.requests.grammar import Grammar
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.pages.prefix_cache import Block
 
@@ -38,6 +39,7 @@ class Request:
         max_len: tokens at which a sequence ends, prompt included.
         score_start: of a scored prompt, the index of the first token whose log-probability is
             wanted; None if none is.
+        grammar: that its completions must match, or None.
         number: how many requests the engine accepted before.
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
             None if they were not asked for.
@@ -56,6 +58,7 @@ class Request:
     priority: int
     max_len: int
     score_start: int | None = None
+    grammar: Grammar | None = None
     number: int = -1
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None

@@ -13,6 +13,7 @@ from pallas_paged.engine.outputs import (
     TokenLogprobs,
 )
 from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
+from pallas_paged.engine.requests.grammar import GrammarError, GrammarState
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.prefix_cache import Block, PrefixLease
@@ -34,6 +35,7 @@ class Sequence:
         mode: what its sampling needs.
         stop_token_ids: tokens that end it, as the last of its tokens, without text.
         detokenizer: None if no text is wanted.
+        grammar: how far its text is within its grammar; None if it has none.
     Attributes, of `Scheduler`:
         slot: row of the page table, while it is running.
         num_starts: times that it was given a slot; more than 1 after a preemption.
@@ -60,6 +62,7 @@ class Sequence:
     mode: SamplingMode
     stop_token_ids: Collection[int] = ()
     detokenizer: IncrementalDetokenizer | None = None
+    grammar: GrammarState | None = None
     slot: int | None = None
     num_starts: int = 0
     num_computed: int = 0
@@ -114,7 +117,9 @@ class Sequence:
 
     @property
     def can_decode(self) -> bool:
-        return self.decoding and self.num_to_decode > 0
+        # What a grammar allows next depends on the token before, which the host must have read.
+        waits = self.grammar is not None and self.num_pending > 0
+        return self.decoding and self.num_to_decode > 0 and not waits
 
     @property
     def needs_last_token(self) -> bool:
@@ -141,6 +146,8 @@ class Sequence:
         request, params, output = self.request, self.request.params, self.output
         if token_id < 0:
             request.error = "the model returned NaN or infinite logits"
+            if self.grammar is not None:
+                request.error += ", or no token of the vocabulary goes on in the grammar"
             return "error"
         self.token_ids.append(token_id)
         output.token_ids.append(token_id)
@@ -159,6 +166,13 @@ class Sequence:
                 return request.fail(error)
             if self.detokenizer.stop_reason is not None:
                 output.stop_reason = self.detokenizer.stop_reason
+                return "stop"
+        if self.grammar is not None:
+            try:
+                self.grammar.accept(token_id)
+            except GrammarError as error:
+                return request.fail(error)
+            if self.grammar.is_complete:
                 return "stop"
         return "length" if len(self.token_ids) >= self.max_len else None
 
@@ -207,6 +221,7 @@ class SequenceGroup:
                 mode=self._mode,
                 stop_token_ids=self._stop_token_ids,
                 detokenizer=self._detokenizer(),
+                grammar=self._grammar_state(),
             )
             for output in request.outputs or request.new_completions()
         ]
@@ -243,6 +258,10 @@ class SequenceGroup:
         """Return all completions, the best first."""
         ranked = sorted(self._drawn, key=lambda one: one.mean_logprob, reverse=True)
         return [one.output for one in ranked]
+
+    def _grammar_state(self) -> GrammarState | None:
+        grammar = self.request.grammar
+        return None if grammar is None else grammar.start(self._stop_token_ids)
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:

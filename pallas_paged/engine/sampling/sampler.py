@@ -121,6 +121,16 @@ def add_output_tokens(counts: TokenCounts, rows: jax.Array, tokens: jax.Array) -
     return TokenCounts(prompt=counts.prompt, output=counts.output.at[where].add(1, mode="drop"))
 
 
+def mask_logits(logits: jax.Array, masks: Array) -> jax.Array:
+    """Return logits `f32[S, V]`, -inf where a bit of the masks `i32[S, ceil(V / 32)]` is 0.
+
+    Token `32 i + j` is bit j of entry i.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32)) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(allowed == 1, logits, -jnp.inf)
+
+
 def process_logits(
     logits: jax.Array,
     metadata: SamplingMetadata,

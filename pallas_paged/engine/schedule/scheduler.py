@@ -179,7 +179,9 @@ class Scheduler:
 
     def _num_tokens(self, sequence: Sequence, num_steps: int) -> int:
         """Tokens that a decoding sequence computes in a call."""
-        return min(num_steps, sequence.num_to_decode) if sequence.decoding else 1
+        if not sequence.decoding or sequence.grammar is not None:
+            return 1
+        return min(num_steps, sequence.num_to_decode)
 
     def _preempt(self) -> None:
         """Take the pages of the last sequence, once it is certain that they are needed."""

@@ -1,0 +1,203 @@
+"""Grammars of structured outputs: compiled once, and the state of each sequence within one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.structured_outputs import StructuredOutputsParams
+
+_MAX_GRAMMARS = 64  # that the cache keeps, the newest ones
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A text that the grammar forces may have several tokenizations. The model chooses among them, as
+# it does elsewhere, and the compiler never asks for a tokenization.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+
+
+class GrammarError(ValueError):
+    """A grammar can't be compiled, or became too complex; the message is the compiler's."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for a tokenizer, and keeps the newest; any thread may call it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]
+    ):
+        """Prepare; the tokenizer's vocabulary is read by the first `compile`.
+
+        Args:
+            tokenizer: None where the engine has none.
+            vocab_size: of the model; ids that the tokenizer lacks are never sampled.
+            eos_token_ids: of the model. They are no text, whatever the tokenizer says.
+        """
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._vocabulary: Any = None
+        self._cache_lock, self._compiling = threading.Lock(), threading.Lock()
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Return the compiled grammar, in microseconds if it is among the newest.
+
+        Raises:
+            ValueError: it can't be compiled, there is no tokenizer, or llguidance is missing.
+        """
+        if (grammar := self._cached(params)) is not None:
+            return grammar
+        with self._compiling:  # one at a time, so that large grammars do not add up
+            if (grammar := self._cached(params)) is None:
+                grammar = self._compile(params)
+        with self._cache_lock:
+            self._grammars[params] = grammar
+            while len(self._grammars) > _MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _cached(self, params: StructuredOutputsParams) -> Grammar | None:
+        with self._cache_lock:
+            if (grammar := self._grammars.get(params)) is not None:
+                self._grammars.move_to_end(params)
+            return grammar
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer")
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError(
+                "structured_outputs needs the package llguidance: "
+                "pip install 'pallas-paged[structured]'"
+            ) from None
+        if self._vocabulary is None:
+            tokens = _Tokens(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._vocabulary = llguidance.LLTokenizer(tokens)
+        # The compiler's own limits bound what it does, now and for each token.
+        limits = llguidance.LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
+        matcher = llguidance.LLMatcher(
+            self._vocabulary, _source(params, llguidance.LLMatcher), log_level=0, limits=limits
+        )
+        if matcher.is_error():
+            raise GrammarError(f"structured_outputs: {matcher.get_error()}")
+        first = np.zeros(-(-self._vocab_size // 32), np.int32)
+        GrammarState(matcher, self._vocab_size, ()).fill(first)
+        if not first.any():
+            raise GrammarError("structured_outputs: no token of the vocabulary begins such a text")
+        return Grammar(matcher, self._vocab_size)
+
+
+class Grammar:
+    """A compiled grammar, from which each sequence gets a state of its own."""
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._lock = threading.Lock()  # the matcher refuses two threads at a time
+
+    def start(self, stop_token_ids: Collection[int]) -> GrammarState:
+        """Return the state at the beginning, for a sequence that these tokens end."""
+        with self._lock:
+            matcher = self._matcher.deep_copy()
+        return GrammarState(matcher, self._vocab_size, stop_token_ids)
+
+
+class GrammarState:
+    """Where a sequence is within its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, stop_token_ids: Collection[int]):
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._stops = np.array(sorted(stop_token_ids), np.int32)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more text may follow."""
+        return self._matcher.is_stopped()
+
+    def accept(self, token_id: int) -> None:
+        """Take the next token.
+
+        Raises:
+            GrammarError: the grammar does not allow it, or became too complex.
+        """
+        if not self._matcher.consume_token(token_id):
+            raise GrammarError(self._matcher.get_error())
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may be next.
+
+        Args:
+            mask: `i32[ceil(vocab_size / 32)]`, token `32 i + j` is bit j of entry i.
+        """
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        mask[:] = allowed[: mask.size]
+        # The end of the text is a token behind the vocabulary, and here the tokens that end a row.
+        entry, bit = divmod(self._vocab_size, 32)
+        if allowed[entry] >> bit & 1:
+            mask[entry:] &= ~np.left_shift(np.int32(1), np.int32(bit))
+            bits = np.left_shift(np.int32(1), self._stops % 32, dtype=np.int32)
+            np.bitwise_or.at(mask, self._stops // 32, bits)
+
+
+class _Tokens:
+    """The bytes of each token, in the form that llguidance reads.
+
+    The end of the text is one more token: llguidance needs one, and takes token 0 where none is
+    given. Special tokens have no bytes, as they would be lost in the text, and can't be chosen.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, no_text: Collection[int]):
+        own: Callable[[int], bytes] | None = getattr(tokenizer, "token_bytes", None)
+        is_special: Callable[[int], bool] = getattr(tokenizer, "is_special", lambda _: False)
+
+        def token_bytes(token_id: int) -> bytes:
+            if token_id in no_text or is_special(token_id):
+                return b""
+            if own is not None:
+                return own(token_id)
+            text = tokenizer.decode([token_id])
+            return b"" if _REPLACEMENT in text else text.encode()  # a part of a character
+
+        self.tokens = [*map(token_bytes, range(vocab_size)), b"<end>"]
+        self.eos_token_id = vocab_size
+        self.special_token_ids = [vocab_size]
+        self._ids = {data: token_id for token_id, data in enumerate(self.tokens[:-1]) if data}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return tokens of a text, the longest first; only grammars with own options need it.
+
+        An exception here would be a panic of llguidance.
+        """
+        data, token_ids = text.encode() if isinstance(text, str) else bytes(text), []
+        start = 0
+        while start < len(data):
+            pieces = (data[start : start + size] for size in range(self._longest, 0, -1))
+            piece = next((one for one in pieces if one in self._ids), b"")
+            if piece:
+                token_ids.append(self._ids[piece])
+            start += len(piece) or 1
+        return token_ids
+
+
+def _source(params: StructuredOutputsParams, matcher: Any) -> str:
+    """Return a grammar in llguidance's Lark syntax."""
+    if params.json is not None:
+        schema = json.loads(str(params.json)) | {"x-guidance": {"whitespace_flexible": False}}
+        return f"{_OPTIONS}start: %json {json.dumps(schema)}"
+    if params.regex is not None:  # as Lark spells it
+        grammars = json.loads(matcher.grammar_from_regex(params.regex))["grammars"]
+        return _OPTIONS + grammars[0]["lark_grammar"]
+    if params.choice is not None:
+        texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
+        return f"{_OPTIONS}start: {' | '.join(texts)}"
+    grammar = params.grammar or ""
+    return grammar if "%llguidance" in grammar else _OPTIONS + grammar

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pallas_paged.engine import CompletionOutput, SamplingParams
+from pallas_paged.engine import CompletionOutput, SamplingParams, StructuredOutputsParams
 from pallas_paged.server.fields import Fields, bad_request
 
 MAX_N = 128  # completions of a prompt, as in OpenAI's API
@@ -19,7 +19,10 @@ MAX_N = 128  # completions of a prompt, as in OpenAI's API
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
 _FIELDS = [one.name for one in dataclasses.fields(SamplingParams)]
 # Those that requests have in another form.
-_OTHERS = "max_tokens", "logit_bias", "seed", "stop", "logprobs", "prompt_logprobs", "detokenize"
+_OTHERS = (
+    *("max_tokens", "logit_bias", "seed", "stop", "logprobs", "prompt_logprobs", "detokenize"),
+    "structured_outputs",
+)
 # Fields of OpenAI's API that change nothing here.
 _IGNORED_FIELDS = (
     "user",
@@ -157,6 +160,7 @@ def take_params(
     seed = fields.take("seed", int)
     values["seed"] = None if seed is None else seed % 2**32
     values["logit_bias"] = _logit_bias(fields.take("logit_bias", dict))
+    values["structured_outputs"] = _structured_outputs(fields)
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
     _check_stop(given.get("stop", []))
@@ -188,6 +192,55 @@ def _logit_bias(bias: dict[str, Any] | None) -> dict[int, Any] | None:
         return None if bias is None else {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
         raise bad_request("logit_bias must have token ids as keys", "logit_bias") from None
+
+
+def _structured_outputs(fields: Fields) -> StructuredOutputsParams | None:
+    """Take "response_format", and "structured_outputs" of vLLM."""
+    response_format = fields.take("response_format", dict)
+    structure = fields.take("structured_outputs", dict)
+    schema = None if response_format is None else _schema_of(response_format)
+    if structure is not None and schema is not None:
+        message = "response_format and structured_outputs can't be given both"
+        raise bad_request(message, "structured_outputs")
+    if structure is not None:
+        inner, name = Fields(structure, path="structured_outputs."), "structured_outputs"
+        values = {
+            "json": inner.take("json", str, dict),
+            "regex": inner.take("regex", str),
+            "choice": inner.take("choice", list),
+            "grammar": inner.take("grammar", str),
+        }
+        inner.end()
+    elif schema is not None:
+        values, name = {"json": schema}, "response_format"
+    else:
+        return None
+    try:
+        return StructuredOutputsParams(**values)
+    except ValueError as error:
+        raise bad_request(str(error), name) from None
+
+
+def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the JSON schema of answers, which are held to it, strict or not; None for texts."""
+    inner = Fields(response_format, path="response_format.")
+    kind = inner.take("type", str)
+    if kind not in ("text", "json_object", "json_schema"):
+        message = 'response_format.type must be "text", "json_object" or "json_schema"'
+        raise bad_request(f"{message}, not {kind!r:.50}", "response_format.type")
+    schema = {"type": "object"} if kind == "json_object" else None
+    if kind == "json_schema":
+        named = Fields(
+            inner.take("json_schema", dict, default={}), path="response_format.json_schema."
+        )
+        schema = named.take("schema", dict)
+        for name, type_ in {"name": str, "description": str, "strict": bool}.items():
+            named.take(name, type_)
+        named.end()
+        if schema is None:
+            raise bad_request("response_format.json_schema must have a schema", "response_format")
+    inner.end()
+    return schema
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -31,7 +31,6 @@ def parse_chat(fields: Fields, service: Service) -> Call:
     for name in ("functions", "function_call", "audio", "prediction", "web_search_options"):
         fields.refuse(name)
     fields.refuse("modalities", ["text"])
-    fields.refuse("response_format", {"type": "text"})
     params = take_params(
         fields,
         service.chat_defaults,

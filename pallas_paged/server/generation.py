@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput
 from pallas_paged.engine.requests.request import RequestStream
 from pallas_paged.server.call import Call, Prompt, field_of
-from pallas_paged.server.fields import APIError
+from pallas_paged.server.fields import APIError, bad_request
 from pallas_paged.server.service import Service
 
 _EVENT_HEADERS = [
@@ -99,6 +99,7 @@ class Generation:
             raise shutting_down()
         with service.admission.admit(call.num_prompts * call.params.num_seqs):
             prompts = await service.encode(call.encode, call.num_characters)
+            await self._compile()
             self._submit(prompts)
             try:
                 await self._watch(consume, prompts)
@@ -112,6 +113,16 @@ class Generation:
                 service.metrics.finished("abort")
                 raise
             service.metrics.finished(self._reason)
+
+    async def _compile(self) -> None:
+        """Compile the grammar of the request in a thread, where others need not wait for it."""
+        engine, structure = self._service.engine.engine, self._call.params.structured_outputs
+        if structure is None:
+            return
+        try:
+            await asyncio.to_thread(engine.compile_grammar, structure)
+        except ValueError as error:
+            raise bad_request(str(error), field_of(str(error))) from None
 
     def _submit(self, prompts: Sequence[Prompt]) -> None:
         call = self._call

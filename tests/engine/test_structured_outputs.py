@@ -21,9 +21,8 @@ from tests.support.engine_calls import (
     steps_of,
     tokens_of,
 )
-from tests.support.piece_tokenizer import EOS, PIECES, PieceTokenizer
+from tests.support.piece_tokenizer import EOS, PIECES, PieceTokenizer, PlainPieceTokenizer
 
-pytest.importorskip("llguidance", reason="needs the extra [structured]")
 ENDING = replace(MODEL, eos_token_ids=(EOS,))
 MODES = [SamplingMode(masks=True, processors=True, draws=True)]  # serves all of them
 PERSON = {
@@ -47,6 +46,7 @@ def make(tokenizer=None):
 
 @pytest.fixture(scope="module")
 def engine():
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
     return make(PieceTokenizer())
 
 
@@ -148,6 +148,13 @@ def test_tokens_that_are_lost_in_the_text_are_not_chosen(engine):
         inner = output.token_ids[: -1 if output.finish_reason == "stop" else None]
         assert not specials & {*inner}
         assert output.text.encode() == b"".join(PIECES[token] for token in inner)
+
+
+def test_a_tokenizer_that_only_decodes_serves_as_well(engine):
+    params = [greedy(**structured(choice=["a b", " c", "é"])), greedy(**structured(regex="é|b"))]
+    requests = serve(make(PlainPieceTokenizer()), PROMPTS[:2], params)
+    assert requests[0].outputs[0].text in ("a b", " c")  # "é" takes two tokens, none of them text
+    assert requests[1].outputs[0].text == "b"
 
 
 def test_json_has_no_whitespace_without_end(engine):

@@ -24,3 +24,13 @@ class PieceTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return PIECES[token_id]
+
+
+class PlainPieceTokenizer:
+    """The same tokens with no more than an engine needs; a text does not begin with a space."""
+
+    def __init__(self) -> None:
+        self.encode, self._decode = PieceTokenizer().encode, PieceTokenizer().decode
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids).removeprefix(" ")

@@ -163,7 +163,8 @@ class _Tokens:
                 return b""
             if own is not None:
                 return own(token_id)
-            text = tokenizer.decode([token_id])
+            # Behind another token: some tokenizers leave out the space before the first word.
+            text = tokenizer.decode([token_id] * 2)[len(tokenizer.decode([token_id])) :]
             return b"" if _REPLACEMENT in text else text.encode()  # a part of a character
 
         self.tokens = [*map(token_bytes, range(vocab_size)), b"<end>"]

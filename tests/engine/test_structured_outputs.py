@@ -204,6 +204,15 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_only(engine):
     assert is_list(requests[1].outputs[0].text)
 
 
+def test_a_text_that_ends_because_its_grammar_is_too_complex_is_an_error(engine):
+    """The mask then allows only the end, which is no end of a text that matches."""
+    many = "{0,90}"
+    regex = f"(((.*a.{many}){many}b.{many}){many}a.{many}){many}c"
+    params = sampling(**structured(regex=regex), max_tokens=50, logit_bias={10: 99, 11: 99})
+    (request,) = serve(engine, PROMPTS[:1], params, check=False)
+    assert request.outputs[0].finish_reason == "error" and "lexer error" in request.error
+
+
 def test_a_grammar_is_compiled_once(engine, monkeypatch):
     import llguidance
 

@@ -125,7 +125,15 @@ class GrammarState:
         Raises:
             GrammarError: the grammar does not allow it, or became too complex.
         """
-        if not self._matcher.consume_token(token_id):
+        self._matcher.consume_token(token_id)
+        self.check()
+
+    def check(self) -> None:
+        """Raise a GrammarError if the grammar became too complex for what was asked so far.
+
+        `fill` then allows only the end, at which the text may not match.
+        """
+        if self._matcher.is_error():
             raise GrammarError(self._matcher.get_error())
 
     def fill(self, mask: np.ndarray) -> None:

@@ -155,6 +155,11 @@ class Sequence:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
             if output.logprobs is not None:
                 output.logprobs.append(logprobs)
+        if self.grammar is not None:
+            try:
+                self.grammar.check()
+            except GrammarError as error:
+                return request.fail(error)
         if token_id in self.stop_token_ids:
             if token_id in (params.stop_token_ids or ()):
                 output.stop_reason = token_id

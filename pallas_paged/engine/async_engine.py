@@ -31,6 +31,7 @@ from pallas_paged.engine.requests.request import (
 )
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
+from pallas_paged.engine.structured_outputs import StructuredOutputsParams
 
 
 class AsyncEngine:
@@ -145,6 +146,14 @@ class AsyncEngine:
         """
         stream = self.submit(prompt, params, request_id=request_id, priority=priority)
         return stream.__aiter__()
+
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
+        """Compile a grammar, so that `submit` finds it; may be called in any thread.
+
+        Raises:
+            ValueError: it can't be compiled, or llguidance or a tokenizer is missing.
+        """
+        self._engine._inputs.grammars.compile(structured_outputs)
 
     async def abort(self, request_id: str) -> None:
         """End a request as it stands; its last output has the finish reason "abort".

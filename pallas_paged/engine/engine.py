@@ -29,7 +29,6 @@ from pallas_paged.engine.requests.input_processor import InputProcessor, score_r
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.structured_outputs import StructuredOutputsParams
 from pallas_paged.pages.table import PageTable
 
 
@@ -117,14 +116,6 @@ class Engine:
         with interrupts_held():
             self.replicas.add(request)
         return request
-
-    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
-        """Compile a grammar, so that `submit` finds it; may be called in any thread.
-
-        Raises:
-            ValueError: it can't be compiled, or llguidance or a tokenizer is missing.
-        """
-        self._inputs.grammars.compile(structured_outputs)
 
     def step(self) -> list[RequestOutput]:
         """Dispatch one call for all that can go on, and read the one before.

@@ -116,7 +116,7 @@ class Generation:
 
     async def _compile(self) -> None:
         """Compile the grammar of the request in a thread, where others need not wait for it."""
-        engine, structure = self._service.engine.engine, self._call.params.structured_outputs
+        engine, structure = self._service.engine, self._call.params.structured_outputs
         if structure is None:
             return
         try:

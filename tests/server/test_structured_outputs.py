@@ -70,7 +70,7 @@ def test_a_bad_schema_gets_the_compilers_text(api):
 
 
 def test_a_grammar_is_compiled_outside_the_event_loop(server, monkeypatch):
-    engine, threads = server.service.engine.engine, []
+    engine, threads = server.service.engine, []
     compile_grammar = engine.compile_grammar
 
     def compile_here(structure):

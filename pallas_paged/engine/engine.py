@@ -72,13 +72,7 @@ class Engine:
         self.replicas = Replicas(model, params, self.config, devices, tokenizer)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
-        self._inputs = InputProcessor(
-            tokenizer,
-            pages,
-            vocab_size=model.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=model.eos_token_ids,
-        )
+        self._inputs = InputProcessor(tokenizer, pages, model, self.max_model_len)
         self.is_sleeping = False
         self._error: BaseException | None = None
 

@@ -24,17 +24,12 @@ class InputProcessor:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        pages: KVCacheManager,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: Sequence[int] = (),
+        self, tokenizer: Tokenizer | None, pages: KVCacheManager, model: Any, max_model_len: int
     ):
-        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        """Prepare; of the `Model` it needs the vocabulary's size and the ends of sequence."""
+        self._vocab_size, self._tokenizer = model.vocab_size, tokenizer
         self._pages, self._max_model_len = pages, max_model_len
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
         self._random = random.Random()  # seeded by the system, whatever a program seeds
         # The newest parameters, and the tokens of a sequence: many requests have the same ones.
         self._newest: tuple[SamplingParams | None, int] = None, 0

@@ -77,7 +77,7 @@ class GrammarCompiler:
                 "pip install 'pallas-paged[structured]'"
             ) from None
         if self._vocabulary is None:
-            tokens = _Tokens(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            tokens: Any = _Tokens(self._tokenizer, self._vocab_size, self._eos_token_ids)
             self._vocabulary = llguidance.LLTokenizer(tokens)
         # The compiler's own limits bound what it does, now and for each token.
         limits = llguidance.LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)

@@ -17,6 +17,7 @@ from pallas_paged.kernels.device import INTERPRET_INSTEAD, Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
 ExpertsImplementation = Literal["mosaic_sm90", "xla"]
+"""Names of the implementations of products of experts: kernels for Hopper GPUs, or XLA's loops."""
 _DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 
 

@@ -139,7 +139,7 @@ def _fused(
     expert_weights: jax.Array,
 ) -> jax.Array:
     arrays = _named(x, weights, expert_indices, expert_weights)
-    (out,) = on_each_device(Routed(_results, ("x",), (how, swiglu_limit)), arrays)
+    (out,) = on_each_device(_routed(_results, ("x",), how, swiglu_limit), arrays)
     return out
 
 
@@ -154,11 +154,17 @@ def _fused_backward(how: How, swiglu_limit: float | None, saved: Any, d_out: jax
     _, weights, indices, _ = saved
     arrays = _named(*saved)
     names = tuple(name for name in arrays if name != "expert_indices")
-    routed = Routed(_gradients, names, (how, swiglu_limit))
+    routed = _routed(_gradients, names, how, swiglu_limit)
     found = dict(zip(names, on_each_device(routed, arrays | {"d_out": d_out}), strict=True))
     d_x, d_scales = found.pop("x"), found.pop("expert_weights")
     d_weights = dataclasses.replace(weights, **found)
     return d_x, d_weights, no_gradient(indices), d_scales
+
+
+def _routed(
+    function: Any, results: tuple[str, ...], how: How, swiglu_limit: float | None
+) -> Routed:
+    return Routed(function, results, (how, swiglu_limit), one_device=how.interpret)
 
 
 def _named(

@@ -48,11 +48,14 @@ class Routed:
         function: of arrays by name; it returns a tuple.
         results: the arguments whose axes the results have.
         static: its further arguments by position.
+        one_device: whether it can't be divided: JAX orders callbacks into Python, which interpreted
+            kernels make, on one device only.
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
     results: tuple[str, ...]
     static: tuple[Any, ...]
+    one_device: bool
 
     def __call__(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         return self.function(*self.static, **arrays)
@@ -60,7 +63,7 @@ class Routed:
 
 def on_each_device(routed: Routed, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Return the results of `routed`, each device computing with its part of the weights."""
-    if jax.sharding.get_abstract_mesh().manual_axes:
+    if routed.one_device or jax.sharding.get_abstract_mesh().manual_axes:
         return routed(**arrays)
     names, values = tuple(arrays), tuple(arrays.values())
     mesh = explicit_mesh(values)

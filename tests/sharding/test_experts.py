@@ -49,6 +49,7 @@ def both(arrays):
     return out, gradients
 
 
+@pytest.mark.cpu_budget(6)  # compiles on a mesh
 @pytest.mark.parametrize(
     ("sharded", "kind"),
     [("experts", AxisType.Auto), ("features", AxisType.Explicit),

@@ -61,7 +61,7 @@ class ExpertShape:
         return 6 * self.num_tokens * self.k * self.size * self.features
 
     def num_bytes(self, hit: float) -> int:
-        """Bytes of the weights of so many experts."""
+        """Bytes of the weights of a number of experts."""
         return int(6 * hit * self.size * self.features)
 
 

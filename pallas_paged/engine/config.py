@@ -9,7 +9,7 @@ from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.window_pool import WindowPool
+from pallas_paged.engine.schedule.window_pool import WindowPool
 
 
 @dataclass(frozen=True, kw_only=True)

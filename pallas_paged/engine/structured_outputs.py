@@ -20,7 +20,7 @@ class StructuredOutputsParams:
         json: a JSON schema, an object or its text. The answer is JSON without whitespace between
             its parts, as models might write whitespace without end.
         regex: a regular expression of Rust's syntax, for the complete text.
-        choice: texts, one of which is the answer.
+        choice: texts; the answer is one of them.
         grammar: a context-free grammar in the Lark syntax of llguidance, which begins at `start`.
 
     Raises:

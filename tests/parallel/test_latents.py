@@ -11,12 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.decoder import engine_model, load_checkpoint, repeat_kv_heads
 from models.decoder.sharding import config_on
-from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from tests.support.checkpoint_reads import recorded_reads
 from tests.support.devices import mesh
 from tests.support.engine_calls import MODES, PROMPTS, greedy, make_engine, serve, tokens_of
 from tests.support.latent_model import LatentModel, greedy_tokens
-from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
@@ -36,22 +34,6 @@ def test_heads_are_sharded_and_latents_replicated_with_the_tokens_of_one_device(
     assert tokens_of(serve(engine, PROMPTS, greedy(max_tokens=6))) == expected
     requests = serve(engine, PROMPTS[4:], greedy(max_tokens=6))
     assert requests[0].num_cached_tokens == 16 and tokens_of(requests) == expected[4:]
-
-
-@pytest.mark.cpu_budget(6)  # compiles on a mesh
-@pytest.mark.parametrize("name", ["deepseek_v2", *slow(["deepseek_v3"])])
-def test_a_checkpoint_on_two_devices_gives_the_tokens_of_transformers(name):
-    decoder, _ = load_checkpoint(GOLDENS / name, mesh=mesh(2))
-    with np.load(GOLDENS / name / "golden.npz") as golden:
-        prompts, expected = golden["input_ids"].tolist(), golden["greedy_tokens"].tolist()
-    sizes = dict(num_pages=40, page_size=4, max_num_seqs=2, max_num_batched_tokens=8)
-    config = EngineConfig(**sizes, tensor_parallel_size=2, num_scheduler_steps=1)
-    engine = Engine(*engine_model(decoder), config)
-    (replica,) = engine.replicas
-    assert replica.runner.executor.state.pool.layers[0].k_pages.sharding.is_fully_replicated
-    params = SamplingParams(max_tokens=len(expected[0]), temperature=0)
-    outputs = engine.generate(prompts, params, progress=False)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])

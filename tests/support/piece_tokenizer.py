@@ -1,4 +1,4 @@
-"""A tokenizer of 40 pieces, of which JSON can be written."""
+"""A tokenizer of 40 pieces that can write JSON."""
 
 from collections.abc import Sequence
 

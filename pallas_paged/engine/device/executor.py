@@ -37,7 +37,7 @@ from pallas_paged.engine.device.state import (
 from pallas_paged.engine.device.step import StepOutput, make_step
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
-from pallas_paged.engine.window_pool import WindowPool
+from pallas_paged.engine.schedule.window_pool import WindowPool
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, create_page_table
 

@@ -41,7 +41,7 @@ class WindowPrefixes:
         return max(0, num_blocks * self._page_size - self._window + 1) // self._page_size
 
     def first_kept(self, num_tokens: int) -> int:
-        """Return the first block that a sequence of at most so many tokens has for certain."""
+        """Return the first block that a sequence of at most `num_tokens` has for certain."""
         return max(0, num_tokens - self._kept_tokens + 1) // self._page_size
 
     def num_usable(self, pages: Iterable[int]) -> int:

@@ -132,7 +132,7 @@ def _many_rows(
 def _few_rows(
     x: jax.Array, indices: jax.Array, products: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return rows of which some are pairs, and where each pair is.
+    """Return rows for all tokens and active experts, and the row of each pair.
 
     All tokens go through each expert that one of them has, which takes no more time than its own:
     wgmma has 64 rows, and the weights are read once. So no pairs are sorted.

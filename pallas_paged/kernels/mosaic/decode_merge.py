@@ -208,10 +208,8 @@ def merge_decode(
     return plgpu.kernel(
         ops.with_trees(kernel, states, *results),
         out_type=results,
-        grid=(
-            num_q_heads // block_h * (states.head_dim // block_d),
-            num_seqs,
-        ),  # CUDA does not limit the last axis
+        # CUDA does not limit the last axis.
+        grid=(num_q_heads // block_h * (states.head_dim // block_d), num_seqs),
         grid_names=("heads", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",

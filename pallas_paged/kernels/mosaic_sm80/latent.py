@@ -34,7 +34,7 @@ from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
-from pallas_paged.kernels.mosaic_sm80.latent_decode import DECODE_ROWS, latent_decode
+from pallas_paged.kernels.mosaic_sm80.latent_decode import MOST_DECODE_HEADS, latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
     LatentOutputs,
@@ -64,7 +64,7 @@ def latent_attention(
     """
     is_decode = arrays.cu_q_lens is None
     needs_plan = arrays.q_positions is not None or arrays.tree_mask is not None
-    if is_decode and not needs_plan and arrays.num_q_heads <= config.block_q == DECODE_ROWS:
+    if is_decode and not needs_plan and arrays.num_q_heads <= MOST_DECODE_HEADS:
         return latent_decode(arrays, options=options, config=config, interpret=interpret)
     if is_decode:
         one_each = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)

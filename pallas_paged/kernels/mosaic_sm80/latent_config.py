@@ -107,9 +107,8 @@ def latent_config(
     """
     rows = num_q_heads * (num_seqs if num_tokens is None else num_tokens)
     block_q = 16 if rows <= 16 * num_seqs else 32
-    for programs_per_sm, block_k, num_stages in (_LOOPS if itemsize > 1 else _LOOPS_ONE_BYTE)[
-        block_q
-    ]:
+    loops = _LOOPS if itemsize > 1 else _LOOPS_ONE_BYTE
+    for programs_per_sm, block_k, num_stages in loops[block_q]:
         config = LatentConfig(
             block_q=block_q, block_k=block_k, num_stages=num_stages, num_programs=1
         )

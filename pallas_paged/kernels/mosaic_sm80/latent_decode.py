@@ -1,8 +1,8 @@
 """Latent attention with one query token a sequence: equal shares of all keys for all programs.
 
 A program attends to the keys of its share row after row, as in `decode`, so that its copies never
-pause. All rows leave partial states for `decode_merge`. It has up to 16 heads: with 32 the shares
-took longer than the tiles of a ragged call, 290 us for 128x4096 on an H100 and not 240.
+pause. All rows leave partial states for `decode_merge`. With 32 heads the tiles of a ragged call
+are faster than shares, see bench/notes/mla.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pallas_paged.kernels.mosaic_sm80.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, row_operands
 from pallas_paged.kernels.mosaic_sm80.ring import can_prefetch
 
-DECODE_ROWS = 16  # of a program: query heads
+MOST_DECODE_HEADS = 16  # a program has all of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ class Program:
     def produce(self, work: WorkDescriptor, rows: RaggedRows) -> None:
         """Send the queries and the blocks of a work item."""
         inputs, scratch = self.inputs, self.scratch
-        # 64 rows from the tile's first on, some of which may be of other sequences.
+        # 64 rows from the tile's first on; the last ones may be of other sequences.
         first_row = pl.multiple_of(rows.q_start * self.group + rows.offset, HEADS_MULTIPLE)
         for source, to in zip((inputs.q_nope, inputs.q_pe), self.q, strict=True):
             plgpu.copy_gmem_to_smem(source.at[pl.ds(first_row, ROWS)], to, scratch.q_full)

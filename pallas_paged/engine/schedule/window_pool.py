@@ -91,5 +91,5 @@ class WindowPool:
         return self.num_pages - self.num_cached - step
 
     def num_of_sequence(self, max_len: int) -> int:
-        """Return the pages of a sequence of at most so many tokens, as `most_of_sequence`."""
+        """Return the pages of a sequence of at most `max_len` tokens, as `most_of_sequence`."""
         return min(-(-max_len // self.page_size), self.most_of_sequence)

@@ -101,6 +101,7 @@ def assert_close(actual, expected):
     assert relative_error(actual, expected) <= TOLERANCE["float32"]
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_examples_of_experts_equal_an_oracle(names, capsys):
     assert run_examples(text_of("docs/experts.md"), names, capsys) == 2
     x, gate_up, down = (np.asarray(names[name]) for name in ("x", "gate_up", "down"))

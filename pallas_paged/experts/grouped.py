@@ -27,12 +27,10 @@ class How:
 
     Attributes:
         implementation: the one that runs.
-        of_weights: the one that runs for the gradient of weights.
         interpret: whether kernels are interpreted.
     """
 
     implementation: ExpertsImplementation
-    of_weights: ExpertsImplementation
     interpret: bool = False
 
 
@@ -58,7 +56,7 @@ def grouped_matmul(
         group_sizes: `i32[G]`, the number of rows of each group, at least 0; M or less in all.
         transpose_rhs: `w` is `[G, N, K]`, as checkpoints keep weights. No copy is made of either.
         implementation: `"mosaic_sm90"`, kernels for a Hopper GPU; `"xla"`, a loop over tiles of
-            rows; or None for the kernels where they can do the call, but not for the gradient of w.
+            rows; or None for the kernels where they can do the call.
         interpret: run the kernels of `"mosaic_sm90"` interpreted, on any device.
 
     Returns:
@@ -110,15 +108,13 @@ def resolve(implementation: Any, interpret: bool, *, dtype: Any, sizes: Any) -> 
         raise ValueError(f"{implementation=} must be None or one of {names}")
     check_interpret(interpret, implementation)
     if implementation == "xla":
-        return How("xla", "xla")
+        return How("xla")
     reason = _why_not(dtype, sizes, interpret)
     if reason is None:
-        # None chooses what was measured, and the kernel of the gradient was not yet.
-        of_weights: ExpertsImplementation = "xla" if implementation is None else "mosaic_sm90"
-        return How("mosaic_sm90", of_weights, interpret)
+        return How("mosaic_sm90", interpret)
     if implementation is not None:
         raise NotImplementedError(f"{implementation=} {reason}")
-    return How("xla", "xla")
+    return How("xla")
 
 
 def _why_not(dtype: Any, sizes: Any, interpret: bool) -> str | None:
@@ -156,7 +152,7 @@ def _backward(how: How, transpose_rhs: bool, residuals: Any, d_out: jax.Array) -
     x, w, groups = residuals
     a, b = (d_out, x) if transpose_rhs else (x, d_out)
     d_x = grouped(how, not transpose_rhs, d_out, w, groups)
-    if how.of_weights == "mosaic_sm90":
+    if how.implementation == "mosaic_sm90":
         from pallas_paged.experts.kernels import calls
 
         d_w = calls.weight_gradient(a, b, groups, interpret=how.interpret)

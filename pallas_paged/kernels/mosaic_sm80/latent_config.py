@@ -12,17 +12,19 @@ from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 # Elements of a row of shared memory, and of a product: a latent and its rotary key are multiples.
 LATENT_COLUMNS = 64
 _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
-# Programs per SM, keys of a block and stages, by the rows of a tile: the first that fit. With 32
-# rows two programs run the softmax of one under the products of the other. With 16 one reads as
-# fast, and leaves half of the partial states.
+# Programs per SM, keys of a block and stages, by the rows of a tile: the first that fit. Two
+# programs run the softmax of one under the products of the other, and one begins while the other
+# one reads.
 _LOOPS = {
-    16: ((1, 32, 4), (1, 32, 3), (1, 32, 2), (1, 32, 1)),
+    16: ((2, 32, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2), (1, 32, 1)),
     32: ((2, 32, 2), (2, 16, 2), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
 }
 _LOOPS_ONE_BYTE = {  # half of the time to read a block, and conversions in it
-    16: ((2, 32, 3), (2, 32, 2), (1, 32, 3), (1, 32, 2)),
+    16: ((2, 32, 3), (2, 32, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2)),
     32: ((2, 16, 2), (1, 32, 3), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
 }
+# Keys per SM below which tiles of 16 rows have one program there: half as many states to merge.
+_MANY_KEYS = 1500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,10 @@ def latent_config(
     rows = num_q_heads * (num_seqs if num_tokens is None else num_tokens)
     block_q = 16 if rows <= 16 * num_seqs else 32
     loops = _LOOPS if itemsize > 1 else _LOOPS_ONE_BYTE
+    few_keys = block_q == 16 and num_seqs * max_kv_len < _MANY_KEYS * num_sms
     for programs_per_sm, block_k, num_stages in loops[block_q]:
+        if programs_per_sm > 1 and few_keys:
+            continue
         config = LatentConfig(
             block_q=block_q, block_k=block_k, num_stages=num_stages, num_programs=1
         )

@@ -3,7 +3,8 @@
 The query rows of a sequence, token after token and within a token head after head, are divided into
 tiles of 64. A program attends one work item of `ragged_plan`, a tile and blocks of keys, see
 `latent_program`. Each block of latents is copied once by TMA, and is K and V. Split tiles leave
-partial states for `latent_merge`.
+partial states for `latent_merge`. With more than 64 heads a tile has 128 rows and a cluster of two
+programs, each with half of the rows: TMA copies a block to both, so that L2 is read once.
 
 As in FlashMLA (DeepSeek-AI, 2025) and FlashInfer, warpgroups divide the columns of the result,
 whose 512 columns are too many for the registers of one.
@@ -29,6 +30,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
 from pallas_paged.kernels.mosaic_sm90.latent_program import HEADS_MULTIPLE, Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
+    CLUSTER,
     NUM_CONSUMERS,
     ROWS,
     LatentInputs,
@@ -71,9 +73,10 @@ def mla_attention(
             ),
         )
     num_tokens, num_q_heads, head_dim = arrays.q.shape
-    most_rows = ROWS
+    cluster_size = 2 if num_q_heads > ROWS else 1
+    most_rows = block_q = cluster_size * ROWS
     if arrays.cu_q_lens is None:
-        most_rows = min(ROWS, num_q_heads)
+        most_rows = min(block_q, num_q_heads)
         offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
         arrays = dataclasses.replace(arrays, cu_q_lens=offsets)
     with jax.named_scope("ragged_plan"):
@@ -82,24 +85,24 @@ def mla_attention(
             num_tokens=num_tokens,
             max_kv_len=arrays.max_kv_len,
             group=num_q_heads,
-            block_q=ROWS,
+            block_q=block_q,
             block_k=BLOCK_K,
             options=options,
             has_tree=arrays.tree_mask is not None,
-            num_programs=num_programs,
+            num_programs=num_programs // cluster_size,
             fixed_split_size=fixed_split_size,
         )
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
     assert arrays.q_pe is not None
     inputs = LatentInputs(
-        q_nope=_flat(arrays.q, interpret=interpret),
-        q_pe=_flat(arrays.q_pe, interpret=interpret),
+        q_nope=_flat(arrays.q, block_q, interpret=interpret),
+        q_pe=_flat(arrays.q_pe, block_q, interpret=interpret),
         pool=Pool.of(arrays),
         block_tables=arrays.block_tables,
         items=plan.items,
-        **row_operands(arrays, options, num_tiles=1, count=ROWS),
+        **row_operands(arrays, options, num_tiles=1, count=block_q),
     )
-    partials = (1, shape.num_partials, ROWS)
+    partials = (1, shape.num_partials, block_q)
     num_rows = num_tokens * num_q_heads
     outputs = LatentOutputs(
         # The merge has references to these two.
@@ -115,6 +118,7 @@ def mla_attention(
         rope_dim=arrays.rope_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
+        cluster_size=cluster_size,
         interpret=interpret,
     )
 
@@ -138,6 +142,8 @@ def mla_attention(
         mesh=plgpu.Mesh(
             grid=(len(plan.items),),
             grid_names=("program",),
+            cluster=(cluster_size,),
+            cluster_names=(CLUSTER,),
             num_threads=NUM_CONSUMERS + 1,
             thread_name="wg",
         ),
@@ -180,9 +186,9 @@ def _with_more_heads(
     return out[:, :num_heads], None if lse is None else lse[:, :num_heads]
 
 
-def _flat(q: jax.Array, *, interpret: bool) -> jax.Array:
+def _flat(q: jax.Array, block_q: int, *, interpret: bool) -> jax.Array:
     """Return queries `[T, Hq, D]` as rows `[T * Hq, D]`, at least 64."""
     q = q.reshape(-1, q.shape[-1])
     # TMA takes 0 for rows past the end. The interpreter does not.
-    missing = ROWS if interpret else max(ROWS - len(q), 0)
+    missing = block_q if interpret else max(ROWS - len(q), 0)
     return jnp.pad(q, ((0, missing), (0, 0))) if missing else q

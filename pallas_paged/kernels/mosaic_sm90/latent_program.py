@@ -33,6 +33,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, store_rows
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
+    CLUSTER,
     NUM_CONSUMERS,
     NUM_STAGES,
     ROWS,
@@ -63,6 +64,7 @@ class Program:
     def run(self) -> None:
         """Attend one work item and store its result or, of a split tile, a partial state."""
         work = unpack(WorkDescriptor, self.inputs.items, lax.axis_index("program"))
+        work = dataclasses.replace(work, offset=work.offset + self.first_row)
         rows = RaggedRows(
             count=ROWS,
             group=self.group,
@@ -86,6 +88,11 @@ class Program:
             def _(i=i):
                 set_max(_REGISTERS["consumer"], action="increase")
                 Consumer(**vars(self), wg=i).consume(work, rows)
+
+    @property
+    def first_row(self) -> jax.Array:
+        """The first row of the program in the tile of its cluster."""
+        return lax.axis_index(CLUSTER) * ROWS
 
     @property
     def q(self) -> Any:
@@ -134,6 +141,7 @@ class Program:
                     inputs.pool.box(K, page=page, tokens=pl.ds(first, step), kv_head=0),
                     scratch.k.at[stage, pl.ds(i * step, step)],
                     scratch.k_full.at[stage],
+                    collective_axes=None if scratch.cluster_done is None else CLUSTER,
                 )
             return next_pages
 
@@ -185,8 +193,9 @@ class Consumer(Program):
         @pl.when(work.partial >= 0)
         def _():
             out, lse = finish(state, None)
+            rows = pl.ds(self.first_row, ROWS)
             store_partial_rows(
-                outputs.partials.out.at[0, work.partial, :, self.columns],
+                outputs.partials.out.at[0, work.partial, rows, self.columns],
                 out,
                 work.q_len * self.group - work.offset,
                 ops.WGMMA,
@@ -194,7 +203,11 @@ class Consumer(Program):
                 interpret=self.interpret,
             )
             if self.wg == 0:
-                ops.store(outputs.partials.lse.at[0, work.partial], lse)
+                ops.store(outputs.partials.lse.at[0, work.partial, rows], lse)
+
+        if scratch.cluster_done is not None:
+            plgpu.barrier_arrive(scratch.cluster_done)
+            plgpu.barrier_wait(scratch.cluster_done)
 
     def attend(self, work: WorkDescriptor, rows: RaggedRows) -> State:
         """Return the state of the rows and of the consumer's columns after a work item."""

@@ -17,6 +17,7 @@ ROWS = 64  # of a tile: one wgmma
 BLOCK_K = 32
 NUM_CONSUMERS = 2
 NUM_STAGES = 4
+CLUSTER = "half"  # axis of the programs of a cluster, which share a tile and all blocks of keys
 _SWIZZLE = 64  # bytes: the probabilities of a block are one tile wide
 
 
@@ -30,9 +31,9 @@ class LatentInputs:
         block_tables: i32`[B, N]`.
         items: i32`[num_items, 16]`, packed descriptors of the work items.
         alibi_slopes, sinks: f32`[1, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * Hq + 64]` from `repeat_tokens`; None where queries are the newest tokens
+        positions: i32`[T * Hq + R]` from `repeat_tokens`; None where queries are the newest tokens
             of their sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * Hq + 64]`, the bits of each row's tree mask, or None.
+        tree_words: i32`[B, words, M * Hq + R]`, the bits of each row's tree mask, or None.
     """
 
     q_nope: Any
@@ -51,7 +52,7 @@ class LatentOutputs:
     """Results of the kernel: arrays, refs or types."""
 
     out: Any  # [T * Hq, D]
-    partials: ops.Partials  # [1, partials, 64, ..]
+    partials: ops.Partials  # [1, partials, R, ..]
     lse: Any  # f32[T * Hq], or None where it is not wanted
 
 
@@ -68,7 +69,10 @@ class LatentScratch:
         of_rows: f32`[2, 2, 64]`, `maxima` and `factors`.
         q_full: barrier, complete when the queries are there.
         k_full: barriers `[stages]`, complete when a block is there.
-        k_free: barriers `[stages]`, complete when both consumers have used a block.
+        k_free: barriers `[stages]`, complete when both consumers of all programs of the cluster
+            have used a block.
+        cluster_done: barrier, complete when no program of the cluster signals another one any more;
+            None for one program.
         p_full: barriers `[2]`, complete when the last block of a consumer is in `p`.
         meeting: barrier of both consumers.
     """
@@ -82,6 +86,7 @@ class LatentScratch:
     q_full: Any
     k_full: Any
     k_free: Any
+    cluster_done: Any
     p_full: Any
     meeting: Any
 
@@ -97,9 +102,19 @@ class LatentScratch:
 
     @classmethod
     def types(
-        cls, *, head_dim: int, rope_dim: int, page_size: int, dtype: Any, interpret: bool
+        cls,
+        *,
+        head_dim: int,
+        rope_dim: int,
+        page_size: int,
+        dtype: Any,
+        cluster_size: int,
+        interpret: bool,
     ) -> Self:
         """Return the types of the refs."""
+        of_cluster: Any = plgpu.Barrier
+        if shares_blocks := cluster_size > 1 and not interpret:
+            of_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
         tile = plgpu.TilingTransform((8, _SWIZZLE // jnp.dtype(dtype).itemsize))
         swizzled = functools.partial(
             plgpu.SMEM, dtype=dtype, transforms=(tile, plgpu.SwizzleTransform(_SWIZZLE))
@@ -120,7 +135,8 @@ class LatentScratch:
             k_full=plgpu.Barrier(
                 num_arrivals=max(BLOCK_K // page_size, 1), num_barriers=NUM_STAGES
             ),
-            k_free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=NUM_STAGES),
+            k_free=of_cluster(num_arrivals=NUM_CONSUMERS, num_barriers=NUM_STAGES),
+            cluster_done=of_cluster(num_arrivals=NUM_CONSUMERS) if shares_blocks else None,
             p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
             meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         )

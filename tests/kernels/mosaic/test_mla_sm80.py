@@ -215,11 +215,18 @@ DEEPSEEK = dict(head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)
 KB = 1024
 
 
+def test_few_keys_have_one_program_per_sm():
+    how = dict(DEEPSEEK, max_kv_len=1024, num_q_heads=16, num_sms=132)
+    for itemsize in (1, 2):
+        config = latent_config(**how, itemsize=itemsize)
+        assert (config.num_programs, config.num_stages) == (132, 4)
+
+
 @pytest.mark.parametrize(
     ("heads", "num_tokens", "memory", "expected"),
     [
-        # On an H100 two programs of 32 rows share an SM, and the parts of 128 heads the programs.
-        (16, None, 227 * KB, (16, 32, 4, 132)),
+        # On an H100 two programs share an SM, and the parts of 128 heads the programs.
+        (16, None, 227 * KB, (16, 32, 2, 264)),
         (128, None, 227 * KB, (32, 32, 2, 264)),
         (16, 4096, 227 * KB, (32, 32, 2, 264)),
         # On an A100

@@ -41,7 +41,8 @@ CASES = [
     (ragged(dtype="float16"), dict(tree_mask=TREE, sliding_window=6, **SPLIT)),
     *slow(
         [
-            (decode(num_q_heads=128), {}),  # two tiles of heads
+            (decode(num_q_heads=128), {}),  # a cluster of two programs
+            (ragged(num_q_heads=72), dict(tree_mask=TREE)),  # whose last has few rows
             (decode(page_size=8, pages_per_seq=16), {}),
             (decode(page_size=128), dict(kv_layout="NHD")),
             (ragged(), every_option(3)),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import codecs
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pallas_paged.engine import Logprob, Tokenizer
+from pallas_paged.server.answer_parser import MARKERS
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks; OpenAI has the same
 TokenBytes = Callable[[int], bytes]
@@ -38,7 +40,8 @@ def text_tokenizer(tokenizer: Any) -> TextTokenizer:
 class HFTokenizer:
     """A tokenizer of the library tokenizers, or a fast one of transformers, for the engine.
 
-    Its texts have no special tokens, as the engine expects.
+    Its texts have no special tokens, as the engine expects, but for the markers of calls and of
+    reasoning, such as `[TOOL_CALLS]`: the server looks for them.
     """
 
     def __init__(self, tokenizer: Any):
@@ -55,7 +58,10 @@ class HFTokenizer:
             raise ValueError(
                 f"{tokenizer=} must be a tokenizers.Tokenizer or a fast tokenizer of transformers"
             )
-        self._tokenizer = type(inner).from_str(inner.to_str())
+        contents = json.loads(inner.to_str())
+        for token in contents["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in MARKERS
+        self._tokenizer = type(inner).from_str(json.dumps(contents))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         decoder = self._tokenizer.decoder
@@ -82,7 +88,7 @@ class HFTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens left out, broken UTF-8 as U+FFFD."""
+        """Return the text of token ids, broken UTF-8 as U+FFFD."""
         return self._tokenizer.decode(list(token_ids))
 
     def is_special(self, token_id: int) -> bool:

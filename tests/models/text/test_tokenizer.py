@@ -5,6 +5,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from models.text import Tokenizer, save_byte_tokenizer
+from pallas_paged.server import HFTokenizer
 from tests.support.word_tokenizers import sentencepiece
 
 TEXT = "ROMEO:\n\tÀ bientôt, 子曰: “¿qué?” 🎭\x00  twice"
@@ -71,3 +72,14 @@ def test_a_missing_or_broken_file_is_named_in_the_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         Tokenizer(tmp_path)
+
+
+def test_markers_of_calls_stay_in_the_text_and_other_special_tokens_do_not(byte_folder):
+    inner = tokenizers.Tokenizer.from_file(str(byte_folder / "tokenizer.json"))
+    inner.add_special_tokens(["[TOOL_CALLS]", "<s>"])
+    tokenizer = HFTokenizer(inner)
+    token_ids = tokenizer.encode("<s>a[TOOL_CALLS]b")
+    assert token_ids == [257, 97, 256, 98]
+    assert tokenizer.decode(token_ids) == "a[TOOL_CALLS]b"
+    assert tokenizer.token_bytes(256) == b"[TOOL_CALLS]"
+    assert [tokenizer.is_special(x) for x in (256, 257)] == [False, True]

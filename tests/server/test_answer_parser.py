@@ -1,0 +1,122 @@
+"""Answers are parted into content, reasoning and calls, however their text arrives."""
+
+import pytest
+
+from pallas_paged.server.answer_parser import AnswerParser, Parts, find_formats
+
+A, B = ("f", '{"a": 1}'), ("g", '{"b": "é"}')
+SCHEMAS = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}
+HERMES = ("hermes", "qwen3")
+F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+G = '<tool_call>\n{"name": "g", "arguments": {"b": "é"}}\n</tool_call>'
+CODER = """\
+<tool_call>
+<function=f>
+<parameter=s>
+1
+2
+</parameter>
+<parameter=n>
+3
+</parameter>
+</function>
+</tool_call>"""
+LLAMA = '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"b": "é"}}'
+LIST = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "é"}}]'
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+COMMENTARY = "<|start|>assistant<|channel|>commentary"
+TO_F = f'{COMMENTARY} to=functions.f <|constrain|>json<|message|>{{"a": 1}}'
+HARMONY = ("openai", "openai_gptoss")
+
+
+def parted(text, parsers, size=None, **options):
+    parser, parts = AnswerParser(*find_formats("", *parsers), SCHEMAS, **options), Parts()
+    size = size or len(text) or 1
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    for index, piece in enumerate(pieces):
+        new = parser.push(piece, is_last=index == len(pieces) - 1)
+        parts.content += new.content
+        parts.reasoning += new.reasoning
+        parts.calls += new.calls
+    return parts.content, parts.reasoning, parts.calls
+
+
+@pytest.mark.parametrize("size", [None, 1, 7])
+@pytest.mark.parametrize(
+    ("parsers", "text", "expected"),
+    [
+        (HERMES, " Plain <b>text</b>\n", (" Plain <b>text</b>\n", "", [])),
+        (HERMES, f"<think>\nHm.\n</think>\n\nFirst\n{F}\n{G}\n", ("First", "Hm.", [A, B])),
+        (HERMES, f"Both.\n{F} and {G} Done", ("Both.\nand\nDone", "", [A, B])),
+        (HERMES, "<think>\nNo end", ("", "No end", [])),
+        (HERMES, "Of <think> or </think>", ("Of <think> or </think>", "", [])),
+        (HERMES, F.removesuffix("</tool_call>"), ("", "", [A])),
+        (HERMES, "Hi " + F[:30], ("Hi " + F[:30], "", [])),
+        (HERMES, "<tool_call>x</tool_call>!", ("<tool_call>x</tool_call>!", "", [])),
+        (("qwen3_coder", "none"), CODER, ("", "", [("f", '{"s": "1\\n2", "n": 3}')])),
+        (("qwen3_coder", "none"), CODER[:-30], (CODER[:-30], "", [])),
+        (("llama3_json", "none"), LLAMA, ("", "", [A, B])),
+        (("llama3_json", "none"), "<|python_tag|>" + LLAMA, ("", "", [A, B])),
+        (("llama3_json", "none"), "See {x} " + LLAMA, ("See {x} " + LLAMA, "", [])),
+        (("llama3_json", "none"), '{"x": 1} ', ('{"x": 1} ', "", [])),
+        (("mistral", "mistral"), f"[THINK]Hm.[/THINK]Hi[TOOL_CALLS]{LIST}", ("Hi", "Hm.", [A, B])),
+        (
+            ("mistral", "none"),
+            '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{"b": "é"}',
+            ("", "", [A, B]),
+        ),
+        (("mistral", "none"), '[TOOL_CALLS]f[ARGS]{"a"', ('[TOOL_CALLS]f[ARGS]{"a"', "", [])),
+        (HARMONY, ANALYSIS + TO_F, ("", "Hm.", [A])),
+        (HARMONY, f"{ANALYSIS}{COMMENTARY}<|message|>Now.<|end|>{TO_F}", ("Now.", "Hm.", [A])),
+        (
+            HARMONY,
+            ANALYSIS + "<|start|>assistant<|channel|>final<|message|>Yes.",
+            ("Yes.", "Hm.", []),
+        ),
+        (HARMONY, '{"a": 1}', ('{"a": 1}', "", [])),
+        (HARMONY, "<|channel|>ana", ("", "", [])),
+        (
+            HARMONY,
+            ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
+            ("", "", [A]),
+        ),
+        (("none", "none"), F, (F, "", [])),
+    ],
+)
+def test_the_parts_of_an_answer(parsers, text, expected, size):
+    assert parted(text, parsers, size) == expected
+
+
+def test_an_answer_to_a_prompt_that_opens_the_reasoning():
+    for size in None, 1:
+        found = parted(f"\nHm.\n</think>\n{F}", HERMES, size, is_thinking=True)
+        assert found == ("", "Hm.", [A])
+
+
+def test_a_beginning_of_a_marker_is_held_back_and_no_more():
+    parser = AnswerParser(*find_formats("", *HERMES))
+    assert parser.push("a < b <tool").content == "a < b"
+    assert parser.push(" c").content == " <tool c"
+    assert parser.push("", is_last=True) == Parts()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[1]", '"x"', "null", "1e999", '{"a": NaN}', "[" * 100_000], ids=range(6)
+)
+def test_a_call_with_other_arguments_than_an_object_stays_text(arguments):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert parted(text, HERMES) == (text, "", [])
+
+
+def test_formats_are_found_in_a_template():
+    for template, calls, reasoning in (
+        ("<tool_call> </think>", "hermes", "qwen3"),
+        ("<tool_call><function=", "qwen3_coder", "none"),
+        ('{"name": function name, "parameters": {}}', "llama3_json", "none"),
+        ("<|start|><|channel|>", "openai", "openai_gptoss"),
+        ("{{ messages }}", "none", "none"),
+    ):
+        assert find_formats(template) == find_formats("", calls, reasoning)
+    assert find_formats("[TOOL_CALLS]")[0].call[0].startswith("[TOOL_CALLS][")
+    assert find_formats("[TOOL_CALLS] [ARGS]")[0].call[0] == "[TOOL_CALLS]NAME[ARGS]"
+    assert find_formats("<tool_call>", "none") == (None, None)

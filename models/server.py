@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", action="append", metavar=metavar, help=f"{text}; repeatable")
     text = "requests may have a priority, and so pass others"
     add("--allow-priority", action="store_true", default=None, help=text)
+    for name, what in (("tool-call-parser", "calls of tools"), ("reasoning-parser", "reasoning")):
+        text = f"how the model writes {what}, or none (auto: by its chat template)"
+        add(f"--{name}", metavar="NAME", help=text)
     add_template_option(server)
     add(
         "--warmup",

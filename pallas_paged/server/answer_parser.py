@@ -98,6 +98,10 @@ _TOOL_SIGNS = {
     '{"name": function name, "parameters"': "llama3_json",
 }
 _REASONING_SIGNS = {"<|channel|>": "openai_gptoss", "[THINK]": "mistral", "</think>": "qwen3"}
+PARSERS = {
+    "tool_call_parser": ("auto", "none", *TOOL_CALL_PARSERS),
+    "reasoning_parser": ("auto", "none", *REASONING_PARSERS),
+}
 # Special tokens with these names stay in the text of an answer, where parsers look for them.
 MARKERS = frozenset(
     marker

@@ -80,11 +80,15 @@ class Prompt:
         token_ids: of the prompt.
         text: of the prompt, where the answer repeats it.
         logprobs: of its tokens, where the answer reports them; known with the first output.
+        is_thinking: whether it opens the reasoning of the answer.
+        structured_outputs: what the answer must match, because of the tools.
     """
 
     token_ids: list[int]
     text: str = ""
     logprobs: list[Any] | None = None
+    is_thinking: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
+from collections import Counter
 from typing import Any
 
 from pallas_paged.engine import CompletionOutput
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from pallas_paged.server.answer_parser import AnswerParser, Parts
 from pallas_paged.server.call import Answer, Call, Prompt, take_params, take_stream
 from pallas_paged.server.fields import Fields, bad_request
 from pallas_paged.server.service import Service
 from pallas_paged.server.tokens import chat_logprobs
+from pallas_paged.server.tools import Tools, take_tools
 
 
 def parse_chat(fields: Fields, service: Service) -> Call:
@@ -37,41 +41,71 @@ def parse_chat(fields: Fields, service: Service) -> Call:
         max_tokens=_max_tokens(fields),
         logprobs=num_top if wants_logprobs else None,
     )
+    has_format = params.structured_outputs is not None
+    if conversation.tools.forced and has_format:
+        message = "tool_choice forces a call, which can't have a response_format too"
+        raise bad_request(message, "tool_choice")
     options = take_stream(fields, params, allow_priority=service.config.allow_priority)
     fields.end()
     return Call(
-        encode=lambda: [Prompt(token_ids=conversation.encode(service))],
+        encode=lambda: [conversation.prompt(service, has_format=has_format)],
         num_characters=conversation.num_characters,
         num_prompts=1,
         params=params,
-        answer=_ChatAnswer(service, num_top=num_top, has_ids=ids),
+        answer=_ChatAnswer(service, conversation.tools, num_top=num_top, has_ids=ids),
         **options,
     )
 
 
 class Conversation:
-    """The fields of a request that the chat template renders."""
+    """The fields of a request that the chat template renders.
 
-    def __init__(self, messages: list[Any], **options: Any):
+    Attributes:
+        tools: of the request.
+    """
+
+    def __init__(self, messages: list[Any], tools: Tools, **options: Any):
         """Take messages, and the other arguments of `ChatTemplate.render`."""
-        self._messages, self._options = messages, options
+        self.tools = tools
+        self._messages, self._options = messages, {"tools": tools.values, **options}
         self.num_characters = len(str(messages)) + len(str(options))
 
     def encode(self, service: Service) -> list[int]:
-        """Return the token ids of the prompt.
+        """Return the token ids of the prompt; errors as of `prompt`."""
+        return service.encode_text(self._render(service), add_special_tokens=False)
+
+    def prompt(self, service: Service, *, has_format: bool) -> Prompt:
+        """Return the prompt, and what the answer must match because of the tools.
+
+        Args:
+            service: with the template.
+            has_format: whether the request says itself what the answer must match.
 
         Raises:
             APIError: the template refuses the messages.
         """
+        text, opening = self._render(service), service.reasoning and service.reasoning.open
+        is_thinking = bool(opening) and text.rstrip().endswith(str(opening))
+        structure = None
+        if not has_format:
+            structure = self.tools.structure(
+                service.calls, service.reasoning, is_thinking=is_thinking
+            )
+        return Prompt(
+            token_ids=service.encode_text(text, add_special_tokens=False),
+            is_thinking=is_thinking,
+            structured_outputs=structure,
+        )
+
+    def _render(self, service: Service) -> str:
         assert service.chat_template is not None
         try:
-            text = service.chat_template.render(self._messages, **self._options)
+            return service.chat_template.render(self._messages, **self._options)
         except ValueError as error:
             name = str(error).partition("=")[0]
             raise bad_request(
                 str(error), name if name in ("tools", "documents") else "messages"
             ) from None
-        return service.encode_text(text, add_special_tokens=False)
 
 
 def take_conversation(fields: Fields, service: Service) -> Conversation:
@@ -83,16 +117,11 @@ def take_conversation(fields: Fields, service: Service) -> Conversation:
     messages = fields.take("messages", list)
     if not messages:
         raise bad_request("messages must be a list of messages that is not empty", "messages")
-    tools = fields.take("tools", list)
-    choice = fields.take("tool_choice", str, dict, default="auto")
-    if choice not in ("auto", "none"):
-        raise bad_request('tool_choice must be "auto" or "none"', "tool_choice")
-    fields.take("parallel_tool_calls", bool)
+    tools = take_tools(fields)
     variables = fields.take("chat_template_kwargs", dict, default={})
     if (effort := fields.take("reasoning_effort", str)) is not None:
         variables = {"reasoning_effort": effort} | variables
     options = {
-        "tools": tools if choice == "auto" else None,
         "documents": fields.take("documents", list),
         "add_generation_prompt": fields.take("add_generation_prompt", bool, default=True),
         "variables": variables,
@@ -102,7 +131,7 @@ def take_conversation(fields: Fields, service: Service) -> Conversation:
             "the model has no chat template: use /v1/completions, or start with --chat-template"
         )
         raise bad_request(message, "messages")
-    return Conversation(messages, **options)
+    return Conversation(messages, tools, **options)
 
 
 def _max_tokens(fields: Fields) -> int | None:
@@ -116,24 +145,68 @@ def _max_tokens(fields: Fields) -> int | None:
 class _ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, service: Service, *, num_top: int, has_ids: bool):
+    def __init__(self, service: Service, tools: Tools, *, num_top: int, has_ids: bool):
         super().__init__("chat.completion", "chatcmpl", service.config.served_model_name)
         self._service, self._num_top, self._has_ids = service, num_top, has_ids
+        self._tools, self._format = tools, tools.format(service.calls)
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
+        self._num_calls: Counter[int] = Counter()  # by choice
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
+        parts = self._parts(index, prompt, output)
+        has_others = bool(parts.reasoning or parts.calls)
+        content = None if has_others and not parts.content else parts.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= self._reasoning_and_calls(index, parts)
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which the parts of a stream have
         return self._choice(index, output, {"message": message})
 
     def delta(
         self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
     ) -> dict[str, Any] | None:
-        has_news = output.text or output.finish_reason or output.logprobs or self._has_ids
+        parts = self._parts(index, prompt, output)
+        has_parts = parts.content or parts.reasoning or parts.calls
+        has_news = has_parts or output.finish_reason or output.logprobs or self._has_ids
         if not (is_first or has_news):
             return None
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        if is_first or output.text:
-            delta["content"] = output.text
+        if is_first or parts.content:
+            delta["content"] = parts.content
+        delta |= self._reasoning_and_calls(index, parts)
         return self._choice(index, output, {"delta": delta})
+
+    def _parts(self, index: int, prompt: Prompt, output: CompletionOutput) -> Parts:
+        """Return the new parts of an answer."""
+        reasoning, calls = self._service.reasoning, self._format
+        if reasoning is None and calls is None:
+            return Parts(output.text)
+        if index not in self._parsers:
+            schemas, is_thinking = self._tools.schemas, prompt.is_thinking
+            self._parsers[index] = AnswerParser(calls, reasoning, schemas, is_thinking=is_thinking)
+        is_last = output.finish_reason is not None
+        parts = self._parsers[index].push(output.text, is_last=is_last)
+        if not self._tools.is_parallel:
+            parts.calls = parts.calls[: 1 - self._num_calls[index]]
+        return parts
+
+    def _reasoning_and_calls(self, index: int, parts: Parts) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if parts.reasoning:
+            fields["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            first = self._num_calls[index]
+            fields["tool_calls"] = [
+                {
+                    "index": first + number,
+                    "id": secrets.token_hex(5)[:9],  # templates of Mistral take no other length
+                    "type": "function",
+                    "function": call._asdict(),
+                }
+                for number, call in enumerate(parts.calls)
+            ]
+            self._num_calls[index] += len(parts.calls)
+        return fields
 
     def _choice(
         self, index: int, output: CompletionOutput, content: dict[str, Any]
@@ -142,11 +215,12 @@ class _ChatAnswer(Answer):
         if output.logprobs is not None:
             token_bytes = self._service.tokenizer.token_bytes
             logprobs = chat_logprobs(output.token_ids, output.logprobs, self._num_top, token_bytes)
+        is_call = output.finish_reason == "stop" and self._num_calls[index]
         choice = {
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": "tool_calls" if is_call else output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         return choice | ({"token_ids": output.token_ids} if self._has_ids else {})

@@ -50,6 +50,11 @@ class ChatTemplate:
         self._templates = {name: _Template(one) for name, one in named.items()}
 
     @property
+    def source(self) -> str:
+        """Text of all templates of Jinja."""
+        return "\n".join(one.source for one in self._templates.values())
+
+    @property
     def exists(self) -> bool:
         """Whether there is a template; `render` refuses all messages otherwise."""
         return bool(self._templates)
@@ -234,6 +239,10 @@ def _checked_message(message: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}.role={reprlib.repr(role)} must be one of {', '.join(ROLES)}")
     if not checked.get("tool_calls", True):  # templates ask whether the key is there
         del checked["tool_calls"]
+    if not isinstance(checked.get("tool_call_id", ""), str):
+        raise ValueError(
+            f"{place}.tool_call_id={reprlib.repr(checked['tool_call_id'])} must be a text"
+        )
     if "tool_calls" in checked:
         calls = checked["tool_calls"]
         if not isinstance(calls, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -99,7 +100,7 @@ class Generation:
             raise shutting_down()
         with service.admission.admit(call.num_prompts * call.params.num_seqs):
             prompts = await service.encode(call.encode, call.num_characters)
-            await self._compile()
+            await self._compile(prompts)
             self._submit(prompts)
             try:
                 await self._watch(consume, prompts)
@@ -114,22 +115,27 @@ class Generation:
                 raise
             service.metrics.finished(self._reason)
 
-    async def _compile(self) -> None:
+    async def _compile(self, prompts: Sequence[Prompt]) -> None:
         """Compile the grammar of the request in a thread, where others need not wait for it."""
-        engine, structure = self._service.engine, self._call.params.structured_outputs
+        engine, of_tools = self._service.engine, prompts[0].structured_outputs
+        structure = of_tools or self._call.params.structured_outputs
         if structure is None:
             return
         try:
             await asyncio.to_thread(engine.compile_grammar, structure)
         except ValueError as error:
-            raise bad_request(str(error), field_of(str(error))) from None
+            name = "tools" if of_tools else field_of(str(error))
+            raise bad_request(str(error), name) from None
 
     def _submit(self, prompts: Sequence[Prompt]) -> None:
         call = self._call
         try:
             for prompt in prompts:
+                params = call.params
+                if (structure := prompt.structured_outputs) is not None:
+                    params = dataclasses.replace(params, structured_outputs=structure)
                 stream = self._service.engine.submit(
-                    prompt.token_ids, call.params, priority=call.priority
+                    prompt.token_ids, params, priority=call.priority
                 )
                 self._streams.append(stream)
         except ValueError as error:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from pallas_paged.checks import check_flag, check_has, check_integer, check_number
 from pallas_paged.engine import AsyncEngine, SamplingParams, Tokenizer
+from pallas_paged.server.answer_parser import PARSERS, find_formats
 from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.fields import APIError, Bodies, Fields, bad_request, read_fields
 from pallas_paged.server.metrics import Metrics
@@ -31,6 +32,9 @@ class ServerConfig:
         api_keys: a request must have one of these keys; empty: requests need none.
         allowed_hosts: the header Host must be one of these names, without its port; empty: any.
         allow_priority: whether a request may have a priority, and so pass others.
+        tool_call_parser: how the model writes calls of tools: a key of `TOOL_CALL_PARSERS`, "auto"
+            (by the text of the chat template), or "none".
+        reasoning_parser: how it writes its reasoning: a key of `REASONING_PARSERS`, or the same.
         max_body_bytes: most bytes of a request's body.
         max_total_body_bytes: most bytes of all bodies that are being read; more requests get status
             503.
@@ -47,6 +51,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allow_priority: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_body_bytes: int = 8 << 20
     max_total_body_bytes: int = 256 << 20
     max_queue: int = 1024
@@ -64,6 +70,9 @@ class ServerConfig:
             if not isinstance(values, tuple) or not all(map(_is_ascii_text, values)):
                 raise ValueError(f"{name} must be a tuple of ASCII texts that are not empty")
         check_flag("allow_priority", self.allow_priority)
+        for name, parsers in PARSERS.items():
+            if (value := getattr(self, name)) not in parsers:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(parsers)}")
         for name in ("max_body_bytes", "max_total_body_bytes", "max_connections"):
             check_integer(name, getattr(self, name), 1)
         check_integer("max_queue", self.max_queue, 0)
@@ -123,6 +132,7 @@ class Service:
         chat_template: None where the model has none.
         sampling_defaults, chat_defaults: fields of `SamplingParams` for prompts and for chats that
             lack them; a chat's own stop texts and stop tokens are added to them.
+        calls, reasoning: how the model writes them, None where that is not known.
         max_model_len, vocab_size: of the model.
         admission, metrics: of this server.
         is_draining: whether new requests are refused, because the server shuts down.
@@ -156,6 +166,11 @@ class Service:
             chat_template = ChatTemplate(chat_template)
         self.engine, self.chat_template = engine, chat_template
         self.config = config = config or ServerConfig()
+        self.calls, self.reasoning = find_formats(
+            "" if chat_template is None else chat_template.source,
+            config.tool_call_parser,
+            config.reasoning_parser,
+        )
         self.sampling_defaults = _checked_defaults("sampling_defaults", sampling_defaults)
         self.chat_defaults = self.sampling_defaults
         if chat_defaults is not None:

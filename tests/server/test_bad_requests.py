@@ -67,6 +67,13 @@ OF_TEXTS = [
     ({"model": 5}, "model must be a string", "model"),
     ({"prompt": ["x"] * 600, "n": 2}, "1200 sequences is more than the 1032", None),
 ]
+
+
+def tool(name="f", **fields):
+    return {"type": "function", "function": {"name": name} | fields}
+
+
+TOOL = tool()
 OF_CHATS = [
     ({"messages": None}, "messages must be a list", "messages"),
     ({"messages": []}, "messages must be a list", "messages"),
@@ -78,9 +85,35 @@ OF_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21 must be in 0..20", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs=-1", "top_logprobs"),
     ({"tools": "x"}, "tools must be an array", "tools"),
-    ({"tools": [5]}, "tools=", "tools"),
+    ({"tools": [5]}, "tools[0]=5 must be an object", "tools[0]"),
+    ({"tools": [{"type": "x"}]}, "tools[0].type='x' must be \"function\"", "tools[0].type"),
+    ({"tools": [TOOL, TOOL]}, "that of another tool", "tools[1].function.name"),
+    ({"tools": [tool(name="a b")]}, "must have 1 to 64 letters", "tools[0].function.name"),
+    ({"tools": [tool(parameters=5)]}, "must be an object", "tools[0].function.parameters"),
+    ({"tools": [tool(x=5)]}, "unknown field", "tools[0].function.x"),
+    ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice='f' must be", "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice={",
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "can't have a response_format too",
+        "tool_choice",
+    ),
+    (
+        {"tools": [tool(parameters={"type": "strin"})], "tool_choice": "required"},
+        "Invalid type: strin",
+        "tools",
+    ),
     ({"documents": [5]}, "documents=", "documents"),
-    ({"tool_choice": "required"}, 'tool_choice must be "auto" or "none"', "tool_choice"),
+    ({"tool_choice": "required"}, 'tool_choice="required" needs tools', "tool_choice"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_call_id": 5}]},
+        "must be a text",
+        "messages",
+    ),
     ({"response_format": "json"}, "response_format must be an object", "response_format"),
     ({"response_format": {"type": "json"}}, "response_format.type must be", "response_format.type"),
     (

@@ -128,6 +128,32 @@ def test_the_served_model_answers_a_chat(monkeypatch):
     assert answer["message"]["content"] == serve_own_model.Bytes().decode(answer["token_ids"])
 
 
+@pytest.mark.cpu_budget(12)  # an engine with grammars
+def test_the_agent_calls_tools_and_answers():
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("llguidance")
+    from starlette.testclient import TestClient
+
+    from examples import agent_loop
+    from models.decoder import engine_model, load_checkpoint
+    from models.text import Tokenizer, chat_defaults, read_chat_template
+    from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
+    from pallas_paged.server import create_app
+
+    folder = ROOT / "models" / "checkpoints" / "shakespeare"
+    model, weights = engine_model(load_checkpoint(folder)[0])
+    config = EngineConfig(num_pages=64, max_num_seqs=1, max_num_batched_tokens=64)
+    tokenizer, template = Tokenizer(folder), read_chat_template(folder)
+    engine = Engine(model, weights, config=config, tokenizer=tokenizer)
+    defaults = chat_defaults(folder, model, tokenizer, template)
+    app = create_app(AsyncEngine(engine), chat_template=template, chat_defaults=defaults)
+    with TestClient(app) as client:
+        api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", http_client=client)
+        called, answer = agent_loop.main(api)
+    assert {*called} <= {*agent_loop.TOOLS} and len({*called}) == len(called)
+    assert answer["city"] in agent_loop.CITIES and answer["verdict"] in ("Go!", "Stay at home.")
+
+
 @pytest.mark.cpu_budget(5)  # a program for one device and one for all
 def test_each_device_has_its_part_of_the_pages():
     from examples import several_gpus

@@ -29,6 +29,7 @@ from pallas_paged.server.fields import APIError, bad_request, error_of
 from pallas_paged.server.generation import engine_dead, respond, shutting_down
 from pallas_paged.server.metrics import HEALTH_SECONDS
 from pallas_paged.server.page.pool import PoolView
+from pallas_paged.server.responses import parse_response
 from pallas_paged.server.service import ServerConfig, Service
 
 _PAGE = Path(__file__).parent / "page"
@@ -105,6 +106,7 @@ def app_of(service: Service) -> Starlette:
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat_completions, methods=post),
+            Route("/v1/responses", endpoints.responses, methods=post),
             Route("/v1/completions", endpoints.completions, methods=post),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.models),
@@ -190,6 +192,10 @@ class _Endpoints:
     async def completions(self, request: Request) -> Response:
         fields = await self._service.read_fields(request)
         return await respond(self._service, parse_completion(fields, self._service), request)
+
+    async def responses(self, request: Request) -> Response:
+        fields = await self._service.read_fields(request)
+        return await respond(self._service, parse_response(fields, self._service), request)
 
     async def models(self, request: Request) -> Response:
         if (name := request.path_params.get("name")) is not None:

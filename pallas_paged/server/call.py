@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 import secrets
 import time
@@ -33,6 +35,7 @@ _IGNORED_FIELDS = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Answer(ABC):
@@ -43,7 +46,7 @@ class Answer(ABC):
         chunk_object: value of "object" in a stream.
     """
 
-    chunk_object: str
+    chunk_object: str = ""
 
     def __init__(self, kind: str, prefix: str, model: str):
         """Begin an answer.
@@ -61,14 +64,30 @@ class Answer(ABC):
             "system_fingerprint": None,
         }
 
+    def whole(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer with all completions and the numbers of tokens."""
+        return self.head | {"choices": choices, "usage": usage}
+
+    def event(self, delta: Any, *, include_usage: bool) -> str:
+        """Return the event of a delta, or several."""
+        usage = ',"usage":null' if include_usage else ""
+        return f'data: {self._event_head},"choices":[{encode_json(delta)}]{usage}}}\n\n'
+
+    def last_event(self, usage: dict[str, Any], *, include_usage: bool) -> str:
+        """Return what ends a stream."""
+        last = {"choices": [], "usage": usage} if include_usage else None
+        return f"data: {self._event_head},{encode_json(last)[1:]}\n\n" if last else ""
+
+    @functools.cached_property
+    def _event_head(self) -> str:
+        return encode_json(self.head | {"object": self.chunk_object})[:-1]
+
     @abstractmethod
-    def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
+    def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> Any:
         """Return a whole completion."""
 
     @abstractmethod
-    def delta(
-        self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
-    ) -> dict[str, Any] | None:
+    def delta(self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool) -> Any:
         """Return the new part of a completion; None where there is nothing to send."""
 
 

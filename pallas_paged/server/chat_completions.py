@@ -142,18 +142,47 @@ def _max_tokens(fields: Fields) -> int | None:
     return old if new is None else new
 
 
-class _ChatAnswer(Answer):
+class ParsedAnswer(Answer):
+    """An answer whose text is parted into content, reasoning and calls.
+
+    Attributes:
+        tools: of the request.
+        num_calls: of each choice so far.
+    """
+
+    def __init__(self, kind: str, prefix: str, service: Service, tools: Tools):
+        """Begin an answer."""
+        super().__init__(kind, prefix, service.config.served_model_name)
+        self.tools, self._reasoning = tools, service.reasoning
+        self._format = tools.format(service.calls)
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
+        self.num_calls: Counter[int] = Counter()
+
+    def parts(self, index: int, prompt: Prompt, output: CompletionOutput) -> Parts:
+        """Return the new parts of a choice."""
+        if self._reasoning is None and self._format is None:
+            return Parts(output.text)
+        if index not in self._parsers:
+            self._parsers[index] = AnswerParser(
+                self._format, self._reasoning, self.tools.schemas, is_thinking=prompt.is_thinking
+            )
+        is_last = output.finish_reason is not None
+        parts = self._parsers[index].push(output.text, is_last=is_last)
+        if not self.tools.is_parallel:
+            parts.calls = parts.calls[: 1 - self.num_calls[index]]
+        self.num_calls[index] += len(parts.calls)
+        return parts
+
+
+class _ChatAnswer(ParsedAnswer):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, service: Service, tools: Tools, *, num_top: int, has_ids: bool):
-        super().__init__("chat.completion", "chatcmpl", service.config.served_model_name)
+        super().__init__("chat.completion", "chatcmpl", service, tools)
         self._service, self._num_top, self._has_ids = service, num_top, has_ids
-        self._tools, self._format = tools, tools.format(service.calls)
-        self._parsers: dict[int, AnswerParser] = {}  # by choice
-        self._num_calls: Counter[int] = Counter()  # by choice
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
-        parts = self._parts(index, prompt, output)
+        parts = self.parts(index, prompt, output)
         has_others = bool(parts.reasoning or parts.calls)
         content = None if has_others and not parts.content else parts.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -165,7 +194,7 @@ class _ChatAnswer(Answer):
     def delta(
         self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
     ) -> dict[str, Any] | None:
-        parts = self._parts(index, prompt, output)
+        parts = self.parts(index, prompt, output)
         has_parts = parts.content or parts.reasoning or parts.calls
         has_news = has_parts or output.finish_reason or output.logprobs or self._has_ids
         if not (is_first or has_news):
@@ -176,26 +205,12 @@ class _ChatAnswer(Answer):
         delta |= self._reasoning_and_calls(index, parts)
         return self._choice(index, output, {"delta": delta})
 
-    def _parts(self, index: int, prompt: Prompt, output: CompletionOutput) -> Parts:
-        """Return the new parts of an answer."""
-        reasoning, calls = self._service.reasoning, self._format
-        if reasoning is None and calls is None:
-            return Parts(output.text)
-        if index not in self._parsers:
-            schemas, is_thinking = self._tools.schemas, prompt.is_thinking
-            self._parsers[index] = AnswerParser(calls, reasoning, schemas, is_thinking=is_thinking)
-        is_last = output.finish_reason is not None
-        parts = self._parsers[index].push(output.text, is_last=is_last)
-        if not self._tools.is_parallel:
-            parts.calls = parts.calls[: 1 - self._num_calls[index]]
-        return parts
-
     def _reasoning_and_calls(self, index: int, parts: Parts) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if parts.reasoning:
             fields["reasoning_content"] = parts.reasoning
         if parts.calls:
-            first = self._num_calls[index]
+            first = self.num_calls[index] - len(parts.calls)
             fields["tool_calls"] = [
                 {
                     "index": first + number,
@@ -205,7 +220,6 @@ class _ChatAnswer(Answer):
                 }
                 for number, call in enumerate(parts.calls)
             ]
-            self._num_calls[index] += len(parts.calls)
         return fields
 
     def _choice(
@@ -215,7 +229,7 @@ class _ChatAnswer(Answer):
         if output.logprobs is not None:
             token_bytes = self._service.tokenizer.token_bytes
             logprobs = chat_logprobs(output.token_ids, output.logprobs, self._num_top, token_bytes)
-        is_call = output.finish_reason == "stop" and self._num_calls[index]
+        is_call = output.finish_reason == "stop" and self.num_calls[index]
         choice = {
             "index": index,
             **content,

@@ -145,6 +145,11 @@ class Fields:
         if (value := self._values.pop(name, None)) is not None and value not in allowed:
             raise bad_request(f"{self._path}{name} is not supported", self._path + name)
 
+    def rest(self) -> dict[str, Any]:
+        """Remove all fields that are left, and return them."""
+        rest, self._values = self._values, {}
+        return rest
+
     def end(self) -> None:
         """Raise an APIError if a field is left."""
         for name in self._values:

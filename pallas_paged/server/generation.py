@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput
 from pallas_paged.engine.requests.request import RequestStream
-from pallas_paged.server.call import Call, Prompt, field_of
+from pallas_paged.server.call import Call, Prompt, encode_json, field_of
 from pallas_paged.server.fields import APIError, bad_request
 from pallas_paged.server.service import Service
 
@@ -24,7 +23,6 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies pass events on at once
 ]
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 # Takes the number of a prompt, the prompt, and its next output.
 Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]
 Consume = Callable[[int, Prompt, RequestStream], Coroutine[Any, Any, None]]
@@ -235,8 +233,8 @@ async def respond(service: Service, call: Call, request: Request) -> Response:
         for one in sorted(output.outputs, key=lambda one: one.index):
             usage.num_completion += len(one.token_ids)
             choices.append(call.answer.choice(_number(call, index, one), prompt, one))
-    whole = call.answer.head | {"choices": choices, "usage": usage.json()}
-    return Response(_encode(whole).encode(), media_type="application/json")
+    whole = call.answer.whole(choices, usage.json())
+    return Response(encode_json(whole).encode(), media_type="application/json")
 
 
 class EventStream(Response):
@@ -253,10 +251,6 @@ class EventStream(Response):
         self._usage = _Usage()
         self._seen: set[int] = set()  # numbers of the choices that have begun
         self._has_started = False
-        # An event is `head`, its choices, and `tail`.
-        head = call.answer.head | {"object": call.answer.chunk_object}
-        self._head = f'data: {_encode(head)[:-1]},"choices":['
-        self._tail = "]" + (',"usage":null' if call.include_usage else "") + "}\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -271,30 +265,30 @@ class EventStream(Response):
             if not self._has_started:
                 raise
             self._service.metrics.answered(error.status)
-            await self._send(send, f"data: {_encode(error.body)}\n\n")
+            await self._send(send, f"data: {encode_json(error.body)}\n\n")
         except ClientDisconnect:
             return
         else:
-            if self._call.include_usage:
-                usage = {"choices": [], "usage": self._usage.json()}
-                chunk = {"object": self._call.answer.chunk_object}
-                await self._send(
-                    send, f"data: {_encode(self._call.answer.head | chunk | usage)}\n\n"
-                )
+            if last := self._last_event():
+                await self._send(send, last)
         await self._send(send, "data: [DONE]\n\n", is_last=True)
 
     def _events(self, index: int, prompt: Prompt, output: RequestOutput) -> str:
         if output.finished:
             self._usage.add_prompt(output)
-        events = []
+        events, answer = [], self._call.answer
         for one in output.outputs:
             number = _number(self._call, index, one)
             self._usage.num_completion += len(one.token_ids)
-            delta = self._call.answer.delta(number, prompt, one, is_first=number not in self._seen)
+            delta = answer.delta(number, prompt, one, is_first=number not in self._seen)
             if delta is not None:
                 self._seen.add(number)
-                events += [self._head, _encode(delta), self._tail]
+                events.append(answer.event(delta, include_usage=self._call.include_usage))
         return "".join(events)
+
+    def _last_event(self) -> str:
+        call, usage = self._call, self._usage.json()
+        return call.answer.last_event(usage, include_usage=call.include_usage)
 
     async def _send(self, send: Send, text: str, *, is_last: bool = False) -> None:
         if not self._has_started:

@@ -203,6 +203,10 @@ def test_the_demo_checkpoint_has_a_template_whose_answers_end_at_a_blank_line():
     template = read_chat_template(folder)
     messages = [{"role": "system", "content": "Verona."}, {"role": "user", "content": " Ho! "}]
     assert template.render(messages) == "Verona.\n\nJULIET:\nHo!\n\nROMEO:\n"
-    with pytest.raises(ValueError, match="knows the roles system, user and assistant"):
-        template.render([{"role": "tool", "content": "x"}])
+    with pytest.raises(ValueError, match="knows the roles system, user, assistant and tool"):
+        template.render([{"role": "ipython", "content": "x"}])
+    call = {"type": "function", "function": {"name": "ride", "arguments": "{}"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Done."}]
+    written = '<tool_call>\n{"name": "ride", "arguments": {}}\n</tool_call>'
+    assert template.render(messages) == f"ROMEO:\n{written}\n\nNURSE:\nDone.\n\nROMEO:\n"
     assert chat_defaults(folder, CONFIG, Tokenizer(folder), template) == {"stop": ["\n\n"]}

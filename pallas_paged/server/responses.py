@@ -1,0 +1,346 @@
+"""`/v1/responses`: answers to conversations as items, of requests that carry all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import secrets
+from typing import Any
+
+from pallas_paged.engine import CompletionOutput
+from pallas_paged.server.answer_parser import Parts
+from pallas_paged.server.call import Call, Prompt
+from pallas_paged.server.chat_completions import ParsedAnswer, parse_chat
+from pallas_paged.server.fields import APIError, Fields, bad_request
+from pallas_paged.server.service import Service
+from pallas_paged.server.tools import Tools
+
+# Of chats, which have other names here.
+_NO_FIELDS = (
+    *("messages", "max_tokens", "max_completion_tokens", "response_format", "n", "best_of"),
+    *("logprobs", "return_token_ids"),
+)
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def parse_response(fields: Fields, service: Service) -> Call:
+    """Return the call of a request.
+
+    Raises:
+        APIError: a field is unknown, of another type, or out of its range, or asks for something
+            that the server keeps no state for.
+    """
+    for name in _NO_FIELDS:
+        if fields.take(name) is not None:
+            raise bad_request(f"unknown field {name}", name)
+    for name in ("previous_response_id", "conversation", "prompt"):
+        fields.refuse(name)  # the server keeps no answers
+    fields.refuse("background", False)
+    fields.refuse("truncation", "disabled")
+    fields.refuse("top_logprobs", 0)
+    for name in ("max_tool_calls", "context_management"):
+        fields.refuse(name)
+    fields.take("include", list)  # adds to items that this server does not make
+    instructions = fields.take("instructions", str)
+    messages = _messages(fields.take("input", str, list, default=""))
+    if instructions is not None:
+        messages = [{"role": "system", "content": instructions}, *messages]
+    max_tokens = fields.take("max_output_tokens", int)
+    text, effort = _text_format(fields), _effort(fields)
+    tools, choice = fields.take("tools", list, default=[]), fields.take("tool_choice", str, dict)
+    shown = {
+        "instructions": instructions,
+        "max_output_tokens": max_tokens,
+        "text": {"format": text or {"type": "text"}},
+        "reasoning": {"effort": effort, "summary": None},
+        "tools": tools,
+        "tool_choice": choice or "auto",
+    }
+    chat = fields.rest()
+    shown |= {name: chat.get(name) for name in ("temperature", "top_p")}
+    shown["metadata"] = chat.get("metadata") or {}
+    shown["parallel_tool_calls"] = chat.get("parallel_tool_calls", True)
+    chat |= {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "response_format": text and _response_format(text),
+        "tools": [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
+        "tool_choice": _chat_choice(choice),
+        "reasoning_effort": effort,
+    }
+    try:
+        call = parse_chat(Fields(chat), service)
+    except APIError as error:
+        raise _renamed(error) from None
+
+    def encode() -> list[Prompt]:
+        try:
+            return call.encode()
+        except APIError as error:
+            raise _renamed(error) from None
+
+    assert isinstance(call.answer, ParsedAnswer)
+    answer = _ResponseAnswer(service, call.answer.tools, shown)
+    return dataclasses.replace(call, encode=encode, answer=answer)
+
+
+def _renamed(error: APIError) -> APIError:
+    """Return an error of a chat with the name that its field has here."""
+    inner = error.body["error"]
+    param, message = inner["param"] or "", inner["message"]
+    for old, new in _NAMES.items():
+        param, message = (re.sub(rf"^{old}(?!\w)", new, text) for text in (param, message))
+    param = re.sub(r"^(tools\[\d+\]\.)function\.", r"\1", param)
+    return APIError(error.status, message, param=param or None, code=inner["code"])
+
+
+def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat; what an answer was made of is one message."""
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}] if items else []
+    messages: list[dict[str, Any]] = []
+    is_open = False  # whether the last message is an answer that may have more items
+
+    def answer() -> dict[str, Any]:
+        if not is_open:
+            messages.append({"role": "assistant", "content": None})
+        return messages[-1]
+
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise bad_request(f"{place}={item!r:.50} must be an object", place)
+        kind = item.get("type") or "message"
+        if kind == "message" and item.get("role") == "assistant":
+            message = answer()
+            content = _text(item.get("content"), f"{place}.content")
+            message["content"] = (message["content"] or "") + content
+        elif kind == "message":
+            content = _text(item.get("content"), f"{place}.content")
+            messages.append({"role": item.get("role"), "content": content})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            answer().setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), f"{place}.output")
+            call_id = item.get("call_id")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif kind == "reasoning":
+            parts = item.get("content") or []
+            message = answer()
+            text = _text(parts, f"{place}.content", ("reasoning_text",))
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+        else:
+            raise bad_request(f"{place}.type={kind!r:.50} is not supported", f"{place}.type")
+        is_open = messages[-1]["role"] == "assistant"
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+    return messages
+
+
+def _text(content: Any, place: str, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{place} must be a text or a list of text parts", place)
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") in kinds
+        if not (is_text and isinstance(part.get("text"), str)):
+            raise bad_request(f"{place} must have parts of type {' or '.join(kinds)}", place)
+    return "".join(part["text"] for part in content)
+
+
+def _text_format(fields: Fields) -> dict[str, Any] | None:
+    text = Fields(dict(fields.take("text", dict, default={})), path="text.")
+    text.take("verbosity", str)
+    value = text.take("format", dict)
+    text.end()
+    return value
+
+
+def _effort(fields: Fields) -> str | None:
+    reasoning = Fields(dict(fields.take("reasoning", dict, default={})), path="reasoning.")
+    for name in ("summary", "generate_summary"):
+        reasoning.take(name, str)  # the reasoning itself is in the answer
+    effort = reasoning.take("effort", str)
+    reasoning.end()
+    return effort
+
+
+def _response_format(text: dict[str, Any]) -> dict[str, Any]:
+    if text.get("type") != "json_schema":
+        return text
+    return {
+        "type": "json_schema",
+        "json_schema": {name: x for name, x in text.items() if name != "type"},
+    }
+
+
+def _chat_tool(tool: Any, place: str) -> Any:
+    """Return a tool as chats have it; what is wrong with it the chat says."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    if "function" in tool:
+        raise bad_request(f"unknown field {place}.function", f"{place}.function")
+    function = {name: x for name, x in tool.items() if name != "type"}
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    rest = {name: x for name, x in choice.items() if name != "type"}
+    return {"type": choice.get("type"), "function": rest}
+
+
+class _ResponseAnswer(ParsedAnswer):
+    """One answer; its items are made as its text arrives, with the events that tell of them."""
+
+    def __init__(self, service: Service, tools: Tools, shown: dict[str, Any]):
+        super().__init__("response", "resp", service, tools)
+        head = self.head
+        self._response: dict[str, Any] = {
+            "id": head["id"].replace("-", "_"),
+            "object": "response",
+            "created_at": head["created"],
+            "model": head["model"],
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "previous_response_id": None,
+            "store": False,  # whatever the request says
+            "truncation": "disabled",
+            **shown,
+            "output": [],
+            "usage": None,
+        }
+        self._num_events = 0
+        self._open: dict[str, Any] | None = None  # the item that grows
+        self._output: list[dict[str, Any]] = self._response["output"]
+
+    def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> Any:
+        return self.delta(index, prompt, output, is_first=False)
+
+    def delta(
+        self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """Return the new events."""
+        events = []
+        if is_first:
+            for kind in ("created", "in_progress"):
+                copy = {**self._response, "output": []}
+                events.append(self._event(kind, response=copy))
+        parts = self.parts(index, prompt, output)
+        events += self._events(parts)
+        if output.finish_reason is not None:
+            events += self._close()
+            is_cut = output.finish_reason == "length"
+            self._response["status"] = "incomplete" if is_cut else "completed"
+            if is_cut:
+                self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return events
+
+    def whole(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
+        details = usage["prompt_tokens_details"]
+        self._response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": details,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted by themselves
+            "total_tokens": usage["total_tokens"],
+        }
+        return self._response
+
+    def event(self, delta: list[dict[str, Any]], *, include_usage: bool) -> str:
+        return "".join(self._text(event) for event in delta)
+
+    def last_event(self, usage: dict[str, Any], *, include_usage: bool) -> str:
+        response = self.whole([], usage)
+        return self._text(self._event(str(response["status"]), response=response))
+
+    def _text(self, event: dict[str, Any]) -> str:
+        return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {
+            "type": f"response.{kind}",
+            "sequence_number": self._num_events - 1,
+            **fields,
+        }
+
+    def _events(self, parts: Parts) -> list[dict[str, Any]]:
+        events = []
+        for kind, text in (("reasoning", parts.reasoning), ("message", parts.content)):
+            if not text:
+                continue
+            if self._open is None or self._open["type"] != kind:
+                events += [*self._close(), *self._begin(kind)]
+            events.append(self._grow(text))
+        for call in parts.calls:
+            events += self._close()
+            item = {"type": "function_call", "id": _id("fc"), "call_id": secrets.token_hex(5)[:9]}
+            item |= {"name": call.name, "arguments": "", "status": "in_progress"}
+            place = {"item_id": item["id"], "output_index": len(self._output)}
+            events.append(self._added(item))
+            kind, arguments = "function_call_arguments", call.arguments
+            events.append(self._event(f"{kind}.delta", **place, delta=arguments))
+            done = self._event(f"{kind}.done", **place, name=call.name, arguments=arguments)
+            item |= {"arguments": arguments, "status": "completed"}
+            self._output.append(item)
+            events += [done, self._done(item)]
+        return events
+
+    def _begin(self, kind: str) -> list[dict[str, Any]]:
+        item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
+        if kind == "message":
+            item |= {"id": _id("msg"), "role": "assistant"}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item |= {"id": _id("rs"), "summary": []}
+            part = {"type": "reasoning_text", "text": ""}
+        added = self._added({**item, "content": []})
+        self._output.append(item)
+        self._open = item
+        item["content"].append(part)
+        return [added, self._event("content_part.added", **self._place(), part=dict(part))]
+
+    def _grow(self, text: str) -> dict[str, Any]:
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        fields: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        return self._event(f"{part['type']}.delta", **self._place(), delta=text, **fields)
+
+    def _close(self) -> list[dict[str, Any]]:
+        if (item := self._open) is None:
+            return []
+        part = item["content"][0]
+        fields: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        kind, place = part["type"], self._place()
+        item["status"], self._open = "completed", None
+        return [
+            self._event(f"{kind}.done", **place, text=part["text"], **fields),
+            self._event("content_part.done", **place, part=dict(part)),
+            self._done(item),
+        ]
+
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        return self._event("output_item.added", output_index=len(self._output), item=dict(item))
+
+    def _done(self, item: dict[str, Any]) -> dict[str, Any]:
+        index = len(self._output) - 1
+        return self._event("output_item.done", output_index=index, item=dict(item))
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        index = len(self._output) - 1
+        return {"item_id": self._open["id"], "output_index": index, "content_index": 0}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"

@@ -1,0 +1,157 @@
+"""`/v1/responses` through OpenAI's own client."""
+
+import json
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from pallas_paged.engine import CompletionOutput  # noqa: E402
+from pallas_paged.server.fields import Fields  # noqa: E402
+from pallas_paged.server.responses import parse_response  # noqa: E402
+from tests.support.servers import expected_text, make_service, small_engine  # noqa: E402
+
+GREEDY = {"model": "small", "temperature": 0}
+RENDERED = "[system] Brief.\n[user] Hi\n[assistant] "
+TOOL = {"type": "function", "name": "f", "parameters": {"const": {"a": 1}}}
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
+def test_a_response_at_once_and_streamed(api):
+    options = dict(input="Hi", instructions="Brief.", max_output_tokens=12, **GREEDY)
+    response = api.responses.create(**options)
+    assert response.output_text == expected_text(RENDERED, 12)
+    assert (response.object, response.status, response.store) == ("response", "incomplete", False)
+    assert response.incomplete_details.reason == "max_output_tokens"
+    usage = response.usage
+    numbers = usage.input_tokens, usage.output_tokens, usage.total_tokens
+    assert numbers == (len(RENDERED), 12, len(RENDERED) + 12)
+    with api.responses.stream(**options) as stream:
+        events = [*stream]
+        final = events[-1].response
+    assert [one.sequence_number for one in events] == [*range(len(events))]
+    kinds = [one.type.removeprefix("response.") for one in events]
+    start = ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[:4] == start and set(kinds[4:-4]) == {"output_text.delta"}
+    ends = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[-4:] == ends and final.status == "incomplete"
+    assert final.output[0].content[0].text == response.output_text
+    assert final.usage.output_tokens == 12
+
+
+def test_a_forced_call_at_once_and_streamed(api):
+    pytest.importorskip("llguidance")
+    choice = {"type": "function", "name": "f"}
+    options = dict(input="Hi", tools=[TOOL], tool_choice=choice, **GREEDY)
+    response = api.responses.create(**options)
+    (call,) = response.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "f", {"a": 1})
+    assert response.status == call.status == "completed" and call.call_id
+    events = [*api.responses.create(**options, stream=True)]
+    assert [one.type.removeprefix("response.") for one in events] == [
+        *("created", "in_progress", "output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    assert events[3].delta == events[4].arguments == call.arguments
+    assert events[-1].response.output[0].arguments == call.arguments
+
+
+def test_a_json_schema_holds_the_text(api):
+    pytest.importorskip("llguidance")
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"const": [1]}}}
+    response = api.responses.create(input="Hi", text=text, **GREEDY)
+    assert response.output_text == "[1]" and response.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "param"),
+    [
+        ({"previous_response_id": "x"}, "not supported", "previous_response_id"),
+        ({"conversation": "x"}, "not supported", "conversation"),
+        ({"background": True}, "not supported", "background"),
+        ({"n": 2}, "unknown field", "n"),
+        ({"x": 2}, "unknown field", "x"),
+        ({"input": 5}, "must be", "input"),
+        ({"input": []}, "not empty", "input"),
+        ({"input": [5]}, "must be an object", "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "not supported", "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "must have parts of type",
+            "input[0].content",
+        ),
+        ({"input": [{"role": "x", "content": "x"}]}, "role", "input"),
+        ({"max_output_tokens": 0.5}, "must be an integer", "max_output_tokens"),
+        ({"tools": [TOOL | {"name": ""}]}, "must have 1 to 64", "tools[0].name"),
+        ({"tools": [{"type": "web_search"}]}, 'must be "function"', "tools[0].type"),
+        ({"text": {"format": {"type": "x"}}}, "must be", "text.format.type"),
+    ],
+)
+def test_a_bad_request_names_its_field(client, fields, words, param):
+    response = client.post("/v1/responses", json={"input": "Hi"} | fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param) and words in error["message"]
+
+
+def parsed(tmp_path, items, **fields):
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    service = make_service(tmp_path, small_engine(tmp_path), **parsers)
+    seen = []
+
+    def render(messages, **options):
+        seen.append((messages, options["tools"]))
+        return "x"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service.chat_template, "render", render)
+        call = parse_response(Fields({"input": items} | fields), service)
+        prompt = call.encode()[0]
+    return call.answer, prompt, *seen[0]
+
+
+def test_items_become_messages_and_tools_those_of_chats(tmp_path):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "R"},
+        {"role": "assistant", "content": "B"},
+    ]
+    _, _, messages, tools = parsed(tmp_path, items, tools=[TOOL])
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": x, "type": "function", "function": function} for x in ("1", "2")]
+    answer = {"role": "assistant", "content": "A", "reasoning_content": "Hm.", "tool_calls": calls}
+    assert messages == [
+        {"role": "user", "content": "Q"},
+        answer,
+        {"role": "tool", "tool_call_id": "1", "content": "R"},
+        {"role": "assistant", "content": "B"},
+    ]
+    assert tools == [
+        {"type": "function", "function": {"name": "f", "parameters": TOOL["parameters"]}}
+    ]
+
+
+def test_reasoning_text_and_a_call_are_items(tmp_path):
+    answer, prompt, *_ = parsed(tmp_path, "Hi", tools=[TOOL])
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    texts = ["<think>H", "m.</think>Wait", ".", call]
+    events = []
+    for index, text in enumerate(texts):
+        reason = "stop" if index == 3 else None
+        output = CompletionOutput(index=0, text=text, finish_reason=reason)
+        events += answer.delta(0, prompt, output, is_first=index == 0)
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert [one["type"] for one in done] == ["reasoning", "message", "function_call"]
+    assert done[0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert done[1]["content"][0]["text"] == "Wait."
+    added = [one for one in events if one["type"] == "response.output_item.added"]
+    assert [one["output_index"] for one in added] == [0, 1, 2]
+    assert [one["item"]["id"] for one in added] == [one["id"] for one in done]

@@ -7,7 +7,7 @@ It asks a server at port 8000, such as that of the demo model, with OpenAI's cli
 The demo model has read Shakespeare and nothing else: it does not know what a tool is. So the
 server holds each answer to a call (`tool_choice="required"`), with arguments of the tool's schema,
 and a tool is offered until it has been called. A model that was trained to call tools chooses by
-itself with `tool_choice="auto"`. Needs `openai`, and for the server the extra `pallas-paged[structured]`.
+itself with `tool_choice="auto"`. Needs `openai`, and for the server `pallas-paged[structured]`.
 """
 
 from __future__ import annotations

@@ -79,6 +79,41 @@ def test_stop_ends_the_answer_and_the_request(page, server):
     assert ended > before
 
 
+def test_reasoning_and_calls_are_shown_and_the_next_messages_are_their_results(page):
+    calls = [
+        {"id": x, "type": "function", "function": {"name": "add", "arguments": f'{{"x": {x}}}'}}
+        for x in "12"
+    ]
+    deltas = [
+        {"role": "assistant", "content": "", "reasoning_content": "H"},
+        {"reasoning_content": "m."},
+        {"content": "Wait"},
+        {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]},
+    ]
+    events = "".join(
+        f"data: {json.dumps({'choices': [{'index': 0, 'delta': one}]})}\n\n" for one in deltas
+    )
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=events))
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    page.get_by_label("Tools").fill(json.dumps(tools))
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "Hi")
+    assert request.value.post_data_json["tools"] == tools
+    assert answers(page) == ['Hm.Waitadd({"x": 1})add({"x": 2})']
+    assert page.locator(".reasoning").all_text_contents() == ["Hm."]
+    assert page.locator(".call").count() == 2
+    send(page, "3")
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "4")
+    assert request.value.post_data_json["messages"] == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Wait", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "tool", "tool_call_id": "2", "content": "4"},
+    ]
+    answers(page)
+
+
 @pytest.mark.parametrize("key", ["Escape", "Enter"])
 def test_keys_stop_an_answer(page, key):
     """Enter by the button Stop, which has the focus."""

@@ -21,6 +21,7 @@ const MAX_TOKENS = 200; // of a continuation, which may have no end
 
 const log = find("log");
 let messages = []; // of the conversation, as the server gets them
+let pending = []; // calls of tools that have no result yet
 let running = null; // AbortController of the answer that streams
 const empty = find("empty"); // what an empty conversation has; not in the document otherwise
 const starters = find("starters");
@@ -46,12 +47,41 @@ function showAnswers(count) {
   });
 }
 
+// Appends to the last part of an answer if it is of this kind, or begins one.
+function grow(element, kind, text) {
+  let part = element.lastElementChild;
+  if (kind === "call" || part?.className !== kind) {
+    part = document.createElement("span");
+    part.className = kind;
+    element.append(part);
+  }
+  part.append(text); // a text node
+}
+
+function showDelta(element, delta) {
+  if (delta.reasoning_content) grow(element, "reasoning", delta.reasoning_content);
+  if (delta.content) grow(element, "content", delta.content);
+  for (const { index, ...call } of delta.tool_calls ?? []) {
+    grow(element, "call", `${call.function.name}(${call.function.arguments})`);
+    (element.calls ??= []).push(call);
+  }
+}
+
+// As the server gets it; the reasoning of earlier answers is left out.
+function messageOf(element) {
+  const parts = [...element.querySelectorAll(".content")].map((part) => part.textContent);
+  const content = parts.join("");
+  if (!element.calls) return { role: "assistant", content };
+  return { role: "assistant", content: content || null, tool_calls: element.calls };
+}
+
 function requestOf(text, n) {
   const body = { model: model.id, n, stream: true, stream_options: { include_usage: true } };
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     const value = find(name).valueAsNumber;
     if (!Number.isNaN(value)) body[name] = value;
   }
+  const tools = find("tools").value.trim();
   if (find("stop").value) body.stop = find("stop").value;
   if (!model.has_chat_template) {
     const max_tokens = Math.min(MAX_TOKENS, Math.floor(model.max_model_len / 4));
@@ -59,6 +89,7 @@ function requestOf(text, n) {
   }
   const system = find("system").value.trim();
   const first = system ? [{ role: "system", content: system }] : [];
+  if (tools) body.tools = JSON.parse(tools);
   return ["v1/chat/completions", { messages: [...first, ...messages], ...body }];
 }
 
@@ -79,8 +110,11 @@ async function* eventsOf(response) {
 
 async function answer(text, n = find("n").valueAsNumber || 1) {
   const conversation = messages; // "New chat" begins another one
-  messages.push({ role: "user", content: text });
+  const call = pending.shift();
+  const result = call && { role: "tool", tool_call_id: call.id };
+  messages.push({ ...(result ?? { role: "user" }), content: text });
   show("message user", text);
+  if (pending.length) return; // the results of all calls go together
   const elements = showAnswers(n);
   const start = performance.now();
   let first = null;
@@ -97,10 +131,9 @@ async function answer(text, n = find("n").valueAsNumber || 1) {
       usage = event.usage ?? usage;
       const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
       for (const choice of event.choices) {
-        const piece = choice.delta?.content ?? choice.text ?? "";
-        if (!piece) continue;
-        first ??= performance.now();
-        elements[choice.index].append(piece); // a text node
+        const element = elements[choice.index];
+        showDelta(element, choice.delta ?? { content: choice.text });
+        if (element.textContent) first ??= performance.now();
       }
       if (follows) log.scrollTop = log.scrollHeight;
     }
@@ -112,9 +145,14 @@ async function answer(text, n = find("n").valueAsNumber || 1) {
     element.removeAttribute("aria-busy");
     if (!element.textContent) element.remove();
   }
-  const content = elements.map((element) => element.textContent).find(Boolean);
-  if (content) conversation.push({ role: "assistant", content });
-  else conversation.pop(); // the next message would be a second one of the user
+  const chosen = elements.find((element) => element.textContent);
+  if (chosen) {
+    conversation.push(messageOf(chosen));
+    if (conversation === messages) pending = [...(chosen.calls ?? [])];
+  } else {
+    conversation.pop(); // the next message would be a second one of the user
+    if (call && conversation === messages) pending.unshift(call);
+  }
   if (usage && first !== null) {
     const rate = usage.completion_tokens / ((performance.now() - start) / 1000);
     const cached = usage.prompt_tokens_details.cached_tokens;
@@ -171,6 +209,7 @@ find("settings").addEventListener("submit", (event) => event.preventDefault());
 find("reset").addEventListener("click", () => {
   running?.abort();
   messages = [];
+  pending = [];
   log.replaceChildren(empty);
   find("message").focus();
 });

@@ -52,7 +52,9 @@ def parse_chat(fields: Fields, service: Service) -> Call:
         num_characters=conversation.num_characters,
         num_prompts=1,
         params=params,
-        answer=_ChatAnswer(service, conversation.tools, num_top=num_top, has_ids=ids),
+        answer=_ChatAnswer(
+            service, conversation.tools, has_format=has_format, num_top=num_top, has_ids=ids
+        ),
         **options,
     )
 
@@ -145,16 +147,19 @@ def _max_tokens(fields: Fields) -> int | None:
 class ParsedAnswer(Answer):
     """An answer whose text is parted into content, reasoning and calls.
 
+    One that the request holds to a format, such as a JSON schema, is content.
+
     Attributes:
         tools: of the request.
         num_calls: of each choice so far.
     """
 
-    def __init__(self, kind: str, prefix: str, service: Service, tools: Tools):
+    def __init__(self, kind: str, prefix: str, service: Service, tools: Tools, *, has_format: bool):
         """Begin an answer."""
         super().__init__(kind, prefix, service.config.served_model_name)
-        self.tools, self._reasoning = tools, service.reasoning
-        self._format = tools.format(service.calls)
+        self.tools = tools
+        self._reasoning = None if has_format else service.reasoning
+        self._format = None if has_format else tools.format(service.calls)
         self._parsers: dict[int, AnswerParser] = {}  # by choice
         self.num_calls: Counter[int] = Counter()
 
@@ -177,8 +182,10 @@ class ParsedAnswer(Answer):
 class _ChatAnswer(ParsedAnswer):
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, service: Service, tools: Tools, *, num_top: int, has_ids: bool):
-        super().__init__("chat.completion", "chatcmpl", service, tools)
+    def __init__(
+        self, service: Service, tools: Tools, *, has_format: bool, num_top: int, has_ids: bool
+    ):
+        super().__init__("chat.completion", "chatcmpl", service, tools, has_format=has_format)
         self._service, self._num_top, self._has_ids = service, num_top, has_ids
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:

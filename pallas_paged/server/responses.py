@@ -82,7 +82,8 @@ def parse_response(fields: Fields, service: Service) -> Call:
             raise _renamed(error) from None
 
     assert isinstance(call.answer, ParsedAnswer)
-    answer = _ResponseAnswer(service, call.answer.tools, shown)
+    has_format = call.params.structured_outputs is not None
+    answer = _ResponseAnswer(service, call.answer.tools, shown, has_format=has_format)
     return dataclasses.replace(call, encode=encode, answer=answer)
 
 
@@ -173,7 +174,7 @@ def _effort(fields: Fields) -> str | None:
 
 def _response_format(text: dict[str, Any]) -> dict[str, Any]:
     if text.get("type") != "json_schema":
-        return text
+        return dict(text)
     return {
         "type": "json_schema",
         "json_schema": {name: x for name, x in text.items() if name != "type"},
@@ -200,8 +201,8 @@ def _chat_choice(choice: Any) -> Any:
 class _ResponseAnswer(ParsedAnswer):
     """One answer; its items are made as its text arrives, with the events that tell of them."""
 
-    def __init__(self, service: Service, tools: Tools, shown: dict[str, Any]):
-        super().__init__("response", "resp", service, tools)
+    def __init__(self, service: Service, tools: Tools, shown: dict[str, Any], *, has_format: bool):
+        super().__init__("response", "resp", service, tools, has_format=has_format)
         head = self.head
         self._response: dict[str, Any] = {
             "id": head["id"].replace("-", "_"),

@@ -66,6 +66,9 @@ def test_a_json_schema_holds_the_text(api):
     text = {"format": {"type": "json_schema", "name": "x", "schema": {"const": [1]}}}
     response = api.responses.create(input="Hi", text=text, **GREEDY)
     assert response.output_text == "[1]" and response.status == "completed"
+    text = {"format": {"type": "json_object"}}
+    response = api.responses.create(input="Hi", text=text, max_output_tokens=5, **GREEDY)
+    assert response.output_text.startswith("{") and response.text.format.type == "json_object"
 
 
 @pytest.mark.parametrize(

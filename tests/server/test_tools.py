@@ -1,5 +1,6 @@
 """Calls of tools and reasoning in chats, through OpenAI's own client."""
 
+import copy
 import json
 import types
 
@@ -139,7 +140,7 @@ def answers(tmp_path, texts, parsers, **fields):
     body = {"messages": MESSAGES} | fields
 
     def parsed():
-        call = parse_chat(Fields(dict(body)), service)
+        call = parse_chat(Fields(copy.deepcopy(body)), service)
         return call.answer, call.encode()[0]
 
     def output(text, reason):
@@ -174,6 +175,25 @@ def test_reasoning_content_and_parallel_calls(tmp_path):
     options = {"tools": [G], "parallel_tool_calls": False}
     whole, _ = answers(tmp_path, texts, ("hermes", "qwen3"), **options)
     assert len(whole["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("parsers", PARSERS)
+def test_an_answer_of_a_format_is_content_also_if_the_prompt_opens_the_reasoning(
+    tmp_path, parsers, monkeypatch
+):
+    monkeypatch.setattr("tests.support.servers.CHAT_TEMPLATE", "{{ tools }}<think>\n")
+    texts = ['{"name": "g", ', '"parameters": {}}']
+    options = {"tools": [G], "response_format": {"type": "json_object"}}
+    whole, deltas = answers(tmp_path, texts, parsers, **options)
+    assert whole["message"]["content"] == "".join(texts)
+    assert [one["delta"]["content"] for one in deltas] == texts
+
+
+def test_a_prompt_that_opens_the_reasoning_begins_within_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.support.servers.CHAT_TEMPLATE", "{{ tools }}<think>\n")
+    whole, _ = answers(tmp_path, ["Hm.\n</think>\n", "\nHi"], ("hermes", "qwen3"))
+    message = whole["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Hi", "Hm.")
 
 
 def test_calls_stay_content_without_tools_or_a_parser(tmp_path):

@@ -16,7 +16,7 @@ from pallas_paged.server.fields import APIError, Fields, bad_request
 from pallas_paged.server.service import Service
 from pallas_paged.server.tools import Tools
 
-# Of chats, which have other names here.
+# Fields of chats that are not passed on to one.
 _NO_FIELDS = (
     *("messages", "max_tokens", "max_completion_tokens", "response_format", "n", "best_of"),
     *("logprobs", "return_token_ids"),

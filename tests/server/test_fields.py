@@ -292,3 +292,8 @@ def test_limits_of_a_server_have_bounds():
     for bad in ({"served_model_name": ""}, {"served_model_name": 5}, {"allow_priority": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ServerConfig(**bad)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        assert getattr(config, name) == "auto"
+        for bad in ("pythonic", None, ["mistral"]):
+            with pytest.raises(ValueError, match=f"^{name}=.* must be one of auto, none, "):
+                ServerConfig(**{name: bad})

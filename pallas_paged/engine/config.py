@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
-from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
+from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, page_bytes, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.schedule.window_pool import WindowPool
 
@@ -145,7 +145,12 @@ class EngineConfig:
             num_pages: of the one pool.
             most_pages: that the layers without a window can use.
         """
-        full, limited = (len(group.layers) for group in model.kv_cache_spec.groups)
+        spec = model.kv_cache_spec.on_each(self.tensor_parallel_size)
+        dtype = pool_dtype(spec, self.kv_cache_dtype)
+        full, limited = (
+            page_bytes(spec.of(group), page_size=self.page_size, dtype=dtype)
+            for group in spec.groups
+        )
         total = num_pages * (full + limited)
         windows = self._window_pool(model, total // 2 // limited)
         if windows is None:

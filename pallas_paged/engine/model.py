@@ -36,6 +36,8 @@ class KVCacheSpec:
         v_head_dim: of multi-head latent attention: elements of a latent, which are V of all heads,
             and the first of `head_dim`. `num_kv_heads` is 1 then. None: V are apart.
         dtype: of K and V as the model computes them.
+        window_num_kv_heads, window_head_dim: of layers with a window, where other layers see all
+            tokens; None: as of those.
         sliding_windows: for each layer, how many tokens a query sees, itself included; None for a
             layer without a window, or for all layers. The engine frees the pages left of the
             largest, see `groups`.
@@ -48,6 +50,8 @@ class KVCacheSpec:
     head_dim: int
     dtype: DTypeLike
     v_head_dim: int | None = None
+    window_num_kv_heads: int | None = None
+    window_head_dim: int | None = None
     sliding_windows: tuple[int | None, ...] | None = None
     k_scales: tuple[float, ...] | None = None
     v_scales: tuple[float, ...] | None = None
@@ -80,9 +84,17 @@ class KVCacheSpec:
         def pick(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
             return None if values is None else tuple(values[layer] for layer in group.layers)
 
+        num_kv_heads, head_dim = self.num_kv_heads, self.head_dim
+        if group.sliding_window is not None:
+            num_kv_heads = self.window_num_kv_heads or num_kv_heads
+            head_dim = self.window_head_dim or head_dim
         return replace(
             self,
             num_layers=len(group.layers),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window_num_kv_heads=None,
+            window_head_dim=None,
             sliding_windows=pick(self.sliding_windows),
             k_scales=pick(self.k_scales),
             v_scales=pick(self.v_scales),
@@ -99,12 +111,29 @@ class KVCacheSpec:
         """
         if self.v_head_dim is not None:
             return self
-        if self.num_kv_heads % num_devices and num_devices % self.num_kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size={num_devices} must divide the model's "
-                f"num_kv_heads={self.num_kv_heads}, or be a multiple of it"
-            )
-        return replace(self, num_kv_heads=max(self.num_kv_heads, num_devices))
+        window = self.window_num_kv_heads
+        for name, heads in (("num_kv_heads", self.num_kv_heads), ("window_num_kv_heads", window)):
+            if heads is not None and heads % num_devices and num_devices % heads:
+                raise ValueError(
+                    f"tensor_parallel_size={num_devices} must divide the model's "
+                    f"{name}={heads}, or be a multiple of it"
+                )
+        return replace(
+            self,
+            num_kv_heads=max(self.num_kv_heads, num_devices),
+            window_num_kv_heads=None if window is None else max(window, num_devices),
+        )
+
+    def on_each(self, num_devices: int) -> KVCacheSpec:
+        """Return the spec of the part of `on_devices` that each device holds."""
+        if self.v_head_dim is not None:
+            return self
+        window = self.window_num_kv_heads
+        return replace(
+            self,
+            num_kv_heads=max(1, self.num_kv_heads // num_devices),
+            window_num_kv_heads=None if window is None else max(1, window // num_devices),
+        )
 
 
 class Attend(Protocol):
@@ -310,9 +339,18 @@ def check_model(model: Any) -> None:
         raise ValueError(f"{model=} must be hashable")
     if not isinstance(model.kv_cache_spec, KVCacheSpec):
         raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")
-    windows, num_layers = model.kv_cache_spec.sliding_windows, model.kv_cache_spec.num_layers
+    spec = model.kv_cache_spec
+    windows, num_layers = spec.sliding_windows, spec.num_layers
     if windows is not None and len(windows) != num_layers:
         raise ValueError(f"sliding_windows={windows} must have one entry for each of {num_layers=}")
+    for name in ("window_num_kv_heads", "window_head_dim"):
+        if (value := getattr(spec, name)) is not None:
+            check_integer(f"kv_cache_spec.{name}", value, 1)
+            if len(spec.groups) == 1 or spec.v_head_dim is not None:
+                raise ValueError(
+                    f"{name}={value} must be None: it is for layers with a window, beside others"
+                    " that see all tokens, and K and V that are apart"
+                )
     check_integer("model.vocab_size", model.vocab_size, 1)
     check_integer("model.max_model_len", model.max_model_len, 1)
     if not isinstance(model.eos_token_ids, tuple):

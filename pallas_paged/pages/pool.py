@@ -43,7 +43,7 @@ class KVPool:
     """The pages of all layers. The `PageTable` says which row owns which page.
 
     Attributes:
-        layers: one `LayerKV` per layer, all of the same shapes and dtypes.
+        layers: one `LayerKV` per layer, of one dtype; `create_kv_pool` makes all of one shape.
     """
 
     layers: tuple[LayerKV, ...]

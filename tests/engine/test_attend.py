@@ -45,7 +45,7 @@ def a_call(repeats=1, implementation=None, *, is_alone=False):
         pp.slot_mapping(table, i32(*rows), i32(*positions)),
         i32(0) if is_alone else i32(0, 1),
         chunks,
-        num_kv_heads=NUM_KV_HEADS,
+        num_kv_heads=[NUM_KV_HEADS],
         kernels=AttentionKernels(**raw.by(implementation)),
     )
     pool = make_pool(
@@ -120,5 +120,5 @@ def test_padding_is_no_token():
     rows = i32(2, 0, 3, 3)  # 3 is the row of padding
     slots = pp.slot_mapping(table, rows, i32(4, 0, 0, 0))
     kernels = AttentionKernels(**raw.by(None))
-    attend = PagedAttend(table, slots, rows, None, num_kv_heads=NUM_KV_HEADS, kernels=kernels)
+    attend = PagedAttend(table, slots, rows, None, num_kv_heads=[NUM_KV_HEADS], kernels=kernels)
     np.testing.assert_array_equal(attend.is_token, [True, True, False, False])

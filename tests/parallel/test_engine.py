@@ -35,7 +35,7 @@ from tests.support.engine_calls import (
     weights,
 )
 from tests.support.marks import slow
-from tests.support.mixed_model import MixedModel
+from tests.support.mixed_model import MixedModel, TwoSizesModel
 from tests.support.placement import buffers
 from tests.support.plain_model import greedy_tokens
 from tests.support.soak import soak_engine, storm
@@ -107,10 +107,11 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", [MixedModel, TwoSizesModel])
 @pytest.mark.parametrize("num_devices", [2, 4])
-def test_layers_with_a_window_free_their_pages_on_every_device(num_devices):
+def test_layers_with_a_window_free_their_pages_on_every_device(num_devices, model_type):
     """Where other layers see all tokens, with forks, preemption and the prefix cache."""
-    model = MixedModel(vocab_size=40, max_model_len=128, sliding_window=6)
+    model = model_type(vocab_size=40, max_model_len=128, sliding_window=6)
     engine = mesh_engine(num_devices, model, num_pages=64, modes=GREEDY)
     steps_of(engine, 8)
     prompts = [[1, 2, 3], [*range(38)], [7] * 9]

@@ -27,3 +27,24 @@ class MixedModel(PlainModel):
             return attend(*args, sliding_window=next(windows))
 
         return super().__call__(params, tokens, positions, attend_next, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoSizesModel(MixedModel):
+    """Its layers with a window have one K/V head, and heads of half the elements."""
+
+    @property
+    def kv_cache_spec(self):
+        size = self.head_dim // 2
+        return replace(super().kv_cache_spec, window_num_kv_heads=1, window_head_dim=size)
+
+    def __call__(self, params, tokens, positions, attend, cache):
+        size = self.head_dim // 2
+
+        def attend_sized(q, k, v, layer, *, sliding_window):
+            if sliding_window is not None:
+                q = q.reshape(len(q), 2 * self.num_heads, size)
+                k, v = k[:, :1, :size], v[:, :1, :size]
+            return attend(q, k, v, layer, sliding_window=sliding_window)
+
+        return super().__call__(params, tokens, positions, attend_sized, cache)

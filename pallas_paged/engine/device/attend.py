@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class PagedAttend:
         decode_rows: jax.Array,
         chunks: ChunkBatch | None,
         *,
-        num_kv_heads: int,
+        num_kv_heads: Sequence[int],
         kernels: AttentionKernels,
         peers: Peers | None = None,
     ):
@@ -89,7 +90,7 @@ class PagedAttend:
             slot_mapping: `i32[T]`, slots of the new tokens.
             decode_rows: `i32[D]`, rows of the table with one new token each.
             chunks: whose tokens come before those of the rows, or None.
-            num_kv_heads: of the model.
+            num_kv_heads: of the model's kinds of layers.
             kernels: of the attention.
             peers: of the devices of a mesh.
         """
@@ -231,8 +232,7 @@ class PagedAttend:
 
     def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
         """Return how often the pool has each head; the model may have repeated them itself."""
-        repeats = cache.num_kv_heads // self._num_kv_heads
-        return repeats if num_kv_heads == self._num_kv_heads else 1
+        return cache.num_kv_heads // num_kv_heads if num_kv_heads in self._num_kv_heads else 1
 
     def _attend(
         self, queries: tuple[jax.Array, ...], cache: LayerKV, **options: Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -68,9 +67,10 @@ def create_pool(
         sharding: of the KV heads over a mesh, or None. Latents, which all heads share, are
             replicated there.
     """
-    if num_window_pages is not None:
+    if len(spec.groups) > 1:
         layers: dict[int, LayerKV] = {}
-        for group, size in zip(spec.groups, (num_pages, num_window_pages), strict=True):
+        sizes = num_pages, num_pages if num_window_pages is None else num_window_pages
+        for group, size in zip(spec.groups, sizes, strict=True):
             pool = create_pool(
                 spec.of(group), num_pages=size, page_size=page_size, dtype=dtype, sharding=sharding
             )
@@ -118,8 +118,7 @@ def pages_that_fit(
 
     Where a device does not report its memory, as CPUs do not, its part of the pool may take 1 GiB.
     """
-    num_heads = max(1, spec.num_kv_heads // placements[0].num_devices)
-    on_each = replace(spec, num_kv_heads=num_heads)
+    on_each = spec.on_each(placements[0].num_devices)
     rooms = [_HOST_POOL_BYTES]
     memories = [device.memory_stats() for one in placements for device in one.local_devices]
     if reported := [memory for memory in memories if memory is not None]:

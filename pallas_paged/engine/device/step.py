@@ -155,18 +155,19 @@ class _Call:
     ) -> tuple[PagedAttend, Mappings]:
         """Return the attention, and the pool slots of new tokens in these rows and positions."""
         mapping = slot_mapping(state.table, token_rows, positions)
+        spec = self.model.kv_cache_spec
         attend = PagedAttend(
             state.table,
             mapping,
             rows,
             chunks,
-            num_kv_heads=self.model.kv_cache_spec.num_kv_heads,
+            num_kv_heads=[spec.of(group).num_kv_heads for group in spec.groups],
             kernels=self.kernels,
             peers=self.peers,
         )
         if (table := state.window_table) is None:
             return attend, (mapping, None)
-        window = self.model.kv_cache_spec.groups[1].sliding_window
+        window = spec.groups[1].sliding_window
         assert window is not None
         window_mapping = slot_mapping(table, token_rows, positions)
         attend.add_window(table, window_mapping, window)

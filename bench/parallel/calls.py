@@ -20,7 +20,7 @@ from bench.measuring.measure import chain, relative_error
 from bench.measuring.shapes import Case, Shape, make_case, uniform
 from pallas_paged.attention import context_parallel
 from pallas_paged.attention.context_parallel import CONTEXT_AXIS
-from pallas_paged.engine.device.step import GPU_OPTIONS
+from pallas_paged.engine.device.program import GPU_OPTIONS
 from pallas_paged.pages.sharding import TENSOR_AXIS, kv_pool_sharding
 
 _NUM_CALLS = 8  # in a row, like the layers of a model

@@ -26,7 +26,7 @@ from jax import lax
 from bench.measuring import cli, timing
 from bench.measuring.measure import reason
 from bench.measuring.report import number, table
-from pallas_paged.engine.device.step import GPU_OPTIONS
+from pallas_paged.engine.device.program import GPU_OPTIONS
 from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,

@@ -11,8 +11,8 @@ import pallas_paged as pp
 from pallas_paged.decoder.rotary_write import split_qkv
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend
+from pallas_paged.engine.device.program import make_step
 from pallas_paged.engine.device.state import ChunkBatch
-from pallas_paged.engine.device.step import make_step
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support import raw
 from tests.support.devices import lower_for_cuda

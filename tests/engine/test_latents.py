@@ -12,7 +12,7 @@ from pallas_paged.engine import KVCacheSpec
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import create_pool, page_bytes, pages_that_fit, pool_bytes
-from pallas_paged.engine.device.step import make_step
+from pallas_paged.engine.device.program import make_step
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda, mesh

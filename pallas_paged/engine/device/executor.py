@@ -22,6 +22,7 @@ from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
+from pallas_paged.engine.device.program import make_step
 from pallas_paged.engine.device.program_cache import ProgramCache
 from pallas_paged.engine.device.state import (
     Batch,
@@ -34,7 +35,7 @@ from pallas_paged.engine.device.state import (
     slot_states,
     update_table,
 )
-from pallas_paged.engine.device.step import StepOutput, make_step
+from pallas_paged.engine.device.step import StepOutput
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
 from pallas_paged.engine.schedule.window_pool import WindowPool

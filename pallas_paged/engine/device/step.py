@@ -1,10 +1,8 @@
-"""The jitted call of the engine: a step of decoding slots and chunks, or several decode steps."""
+"""A call of the engine: a step of decoding slots and chunks, or several decode steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -19,7 +17,6 @@ from pallas_paged.engine.device.attend import (
     hidden_of,
     logits_of,
 )
-from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.device.state import (
     Batch,
     ChunkBatch,
@@ -42,21 +39,6 @@ from pallas_paged.pages.table import PageTable, extend, free_before, slot_mappin
 
 NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
 _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
-# Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
-# kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
-# writes of K and V and the rotation of q: 3% of a decode step.
-_KERNELS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
-GPU_OPTIONS = {
-    "xla_gpu_enable_command_buffer": f"{_KERNELS},CONDITIONAL,WHILE",
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
-# On a mesh too the loop is one graph, where `Peers` adds up by its kernel. What NCCL sends can't be
-# in a graph; pieces of few kernels between are faster without one. NCCL is faster than XLA's own
-# kernels for sums (docs/parallel.md); JAX 0.10 has NCCL only.
-_MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
-if jax.__version_info__ >= (0, 11):
-    _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
 
 
 @pytree
@@ -89,54 +71,10 @@ class StepOutput:
 
 Mappings = tuple[jax.Array, jax.Array | None]  # of the table, and of the window table
 Result = tuple[EngineState, TokenCounts | None, StepOutput]
-Step = Callable[..., Result]  # of the leaves of the parameters, state, counts, batch and peers
-
-
-@lru_cache(maxsize=16)
-def make_step(
-    model: Model,
-    structure: jax.tree_util.PyTreeDef,
-    kernels: AttentionKernels,
-    shardings: Shardings | None = None,
-) -> Step:
-    """Return the jitted step of a model; engines of equal models share it, and what it compiled.
-
-    Args:
-        model: the model.
-        structure: of its parameters, whose leaves the step takes: to flatten modules in every call
-            would take longer than a small model's step.
-        kernels: of the attention.
-        shardings: of the state, on a mesh. What is not of the state, nor a parameter, is
-            replicated.
-
-    Returns:
-        The step. State and counts are donated; counts are used if the batch's mode has penalties.
-    """
-
-    def step(
-        leaves: tuple[jax.Array, ...],
-        state: EngineState,
-        counts: TokenCounts | None,
-        batch: Batch,
-        peers: Peers | None = None,
-    ) -> Result:
-        params = jax.tree.unflatten(structure, leaves)
-        call = _Call(model=model, params=params, batch=batch, kernels=kernels, peers=peers)
-        return (_decode if batch.chunks is None else _prefill_and_decode)(call, state, counts)
-
-    options: dict[str, Any] = {}
-    if shardings is not None:
-        state_shardings, replicated = shardings.tree, shardings.replicated
-        options["in_shardings"] = (None, state_shardings, replicated, replicated, None)
-        options["out_shardings"] = (state_shardings, replicated, replicated)
-    if jax.default_backend() == "gpu":
-        is_alone = shardings is None or shardings.replicated.mesh.size == 1
-        options["compiler_options"] = GPU_OPTIONS if is_alone else _MESH_OPTIONS
-    return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class Call:
     """What a call runs, while it is traced."""
 
     model: Model
@@ -177,7 +115,7 @@ class _Call:
         return logits_of(self.model, self.params, hidden)
 
 
-def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Result:
+def decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result:
     """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
     batch = call.batch
     shape = batch.max_num_steps, batch.decode_slots.size
@@ -223,7 +161,7 @@ def _decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Resu
     return state, counts, _output(state, tokens, mappings, logprobs, None)
 
 
-def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | None) -> Result:
+def prefill_and_decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result:
     """Run one step of chunks and, behind their tokens, decoding rows."""
     batch, slots, chunks = call.batch, state.slots, call.batch.chunks
     assert chunks is not None
@@ -269,7 +207,7 @@ def _prefill_and_decode(call: _Call, state: EngineState, counts: TokenCounts | N
 
 
 def _sample(
-    call: _Call,
+    call: Call,
     logits: jax.Array,
     slots: SlotStates,
     counts: TokenCounts | None,
@@ -288,9 +226,40 @@ def _sample(
         sampled: `i32[R]`, the same, or out of range for rows that do not sample.
         lens: `i32[R]`, tokens of the rows.
     """
+    mode = call.batch.mode
+    is_sampled = sampled < slots.finished.size
+    drawn, ended, logprobs = draw(call, logits, slots, counts, indices, is_sampled, lens)
+    if mode.penalties and counts is not None:
+        counts = add_output_tokens(counts, sampled, drawn)
+    slots = replace(
+        slots,
+        last_token_ids=slots.last_token_ids.at[sampled].set(jnp.maximum(drawn, 0), mode="drop"),
+        finished=slots.finished.at[sampled].set(ended, mode="drop"),
+    )
+    return jnp.where(is_sampled, drawn, NOT_SAMPLED), slots, counts, logprobs
+
+
+def draw(
+    call: Call,
+    logits: jax.Array,
+    slots: SlotStates,
+    counts: TokenCounts | None,
+    indices: jax.Array,
+    is_sampled: jax.Array,
+    lens: jax.Array,
+) -> tuple[jax.Array, jax.Array, Logprobs | None]:
+    """Draw the next tokens of R rows.
+
+    Args:
+        call, logits, slots, counts, indices, lens: as in `_sample`; slots may stand several times.
+        is_sampled: `bool[R]`, false for rows whose results nothing uses.
+
+    Returns:
+        Tokens `i32[R]`, -1 for bad logits; whether each ends its slot, `bool[R]`; and the
+        log-probabilities that the mode wants.
+    """
     mode, peers = call.batch.mode, call.peers
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
-    is_sampled = sampled < slots.finished.size
     temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
     metadata = replace(metadata, temperature=temperature)
     row_counts = None
@@ -301,8 +270,6 @@ def _sample(
     # The kernels need all of a row on one device.
     by: SamplingImplementation | None = None if peers is None else "xla"
     drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)
-    if mode.penalties and counts is not None:
-        counts = add_output_tokens(counts, sampled, drawn)
     logprobs = None
     if mode.logprobs >= 0:
         token_ids = jnp.maximum(drawn, 0)
@@ -310,12 +277,7 @@ def _sample(
     stops = jnp.any(drawn[:, None] == metadata.stop_token_ids, axis=1)
     ended = (drawn < 0) | stops
     ended |= lens + 1 >= slots.max_lens.at[indices].get(mode="clip")
-    slots = replace(
-        slots,
-        last_token_ids=slots.last_token_ids.at[sampled].set(jnp.maximum(drawn, 0), mode="drop"),
-        finished=slots.finished.at[sampled].set(ended, mode="drop"),
-    )
-    return jnp.where(is_sampled, drawn, NOT_SAMPLED), slots, counts, logprobs
+    return drawn, ended, logprobs
 
 
 def _output(
@@ -338,7 +300,7 @@ def _output(
     )
 
 
-def _prompt_logprobs(call: _Call, hidden: jax.Array, targets: jax.Array) -> Logprobs:
+def _prompt_logprobs(call: Call, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Log-probabilities of the token after each of T, in blocks: logits of all are too large."""
     num_tokens, num_logprobs = targets.size, call.batch.mode.prompt_logprobs
     block = min(_LOGPROBS_BLOCK, num_tokens)
@@ -353,7 +315,7 @@ def _prompt_logprobs(call: _Call, hidden: jax.Array, targets: jax.Array) -> Logp
 
 
 def _extend(
-    call: _Call, state: EngineState, active: jax.Array
+    call: Call, state: EngineState, active: jax.Array
 ) -> tuple[EngineState, jax.Array, jax.Array]:
     """Take pages for the next token of active rows `bool[D]` and for the chunks.
 
@@ -361,26 +323,49 @@ def _extend(
         The state with these tables; slots of the rows that compute, `i32[D]`, out of range for the
         others; and whether each slot has its pages, `bool[S]`.
     """
-    batch, window = call.batch, call.model.kv_cache_spec.sliding_window
-    table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
+    batch, chunks, num_slots = call.batch, call.batch.chunks, state.table.max_seqs
     active &= ~state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
     rows = jnp.where(active, batch.decode_slots, num_slots)
     num_new = jnp.any(rows == jnp.arange(num_slots)[:, None], axis=1).astype(jnp.int32)
     if chunks is not None:
         num_new = num_new.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
+    most = 1 if chunks is None else chunks.token_ids.size
+    state, ok = reserve(call, state, num_new, most, max_pages=1 if chunks is None else None)
+    return state, _rows_with_pages(rows, ok, num_slots), ok
+
+
+def reserve(
+    call: Call,
+    state: EngineState,
+    num_new: jax.Array,
+    max_new_tokens: int,
+    *,
+    max_pages: int | None,
+) -> tuple[EngineState, jax.Array]:
+    """Free what no window sees any more, and take pages for new tokens `i32[S]` of all slots.
+
+    Args:
+        call: its model.
+        state: of all slots.
+        num_new: at most `max_new_tokens` each.
+        max_new_tokens: static, as in `extend`.
+        max_pages: static, as in `free_before`.
+
+    Returns:
+        The state with these tables, and whether each slot has its pages, `bool[S]`.
+    """
+    table, window = state.table, call.model.kv_cache_spec.sliding_window
     if window is not None:  # pages that neither the new tokens nor later ones see
         first = jnp.where(num_new > 0, table.seq_lens - window + 1, 0)
-        table = free_before(table, first, max_pages=1 if chunks is None else None)
-    most = 1 if chunks is None else chunks.token_ids.size
+        table = free_before(table, first, max_pages=max_pages)
     if (windows := state.window_table) is None:
-        table, ok = extend(table, num_new, max_new_tokens=most)
+        table, ok = extend(table, num_new, max_new_tokens=max_new_tokens)
     else:
         # Of all rows, those that rest too: the size of the pool counts on it.
         first = windows.seq_lens - state.kept_tokens + 1
-        windows = free_before(windows, first, max_pages=1 if chunks is None else None)
-        (table, windows), ok = extend_all((table, windows), num_new, max_new_tokens=most)
-    state = replace(state, table=table, window_table=windows)
-    return state, _rows_with_pages(rows, ok, num_slots), ok
+        windows = free_before(windows, first, max_pages=max_pages)
+        (table, windows), ok = extend_all((table, windows), num_new, max_new_tokens=max_new_tokens)
+    return replace(state, table=table, window_table=windows), ok
 
 
 def _rows_with_pages(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, page_bytes, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.schedule.window_pool import WindowPool
+from pallas_paged.engine.speculative_config import SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class EngineConfig:
             query heads.
         data_parallel_size: replicas, each with its own devices, weights, pool and prefix cache. All
             sizes above are those of one replica.
+        speculative_config: a dict with the fields of `SpeculativeConfig`: the model verifies drafts
+            of several tokens in a step, where that is faster; None: it never does. Stored as a
+            `SpeculativeConfig`.
 
     Raises:
         ValueError: a value is out of its range.
@@ -57,6 +62,7 @@ class EngineConfig:
     interpret: bool = False
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -86,6 +92,23 @@ class EngineConfig:
         if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
+        if (given := self.speculative_config) is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(given))
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, as it was checked."""
+        given = self.speculative_config
+        return None if given is None else SpeculativeConfig.of(given)
+
+    @property
+    def max_tokens_of_call(self) -> int:
+        """Most tokens that a call gives a sequence, where a batch only decodes.
+
+        With drafts they are as many as without, rounded up to complete steps.
+        """
+        tokens = 1 if self.speculation is None else self.speculation.tokens_of_step
+        return -(-self.num_scheduler_steps // tokens) * tokens
 
     def sizes(
         self, model: Model, placements: Sequence[Placement] | None = None
@@ -173,7 +196,7 @@ class EngineConfig:
             page_size=self.page_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            num_scheduler_steps=self.num_scheduler_steps,
+            max_tokens_of_call=self.max_tokens_of_call,
             enable_prefix_caching=self.enable_prefix_caching,
             most_pages=most_pages,
         )

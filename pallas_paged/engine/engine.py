@@ -19,7 +19,7 @@ import numpy as np
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import EngineDeadError, interrupts_held, progress_bar
-from pallas_paged.engine.device.runner import modes_for
+from pallas_paged.engine.device.modes import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.pool_map import PoolMap

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
 
 from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.schedule.calls import DraftOutput
 
 _NUM_TIMES = 10_000  # newest requests that percentiles cover
 
@@ -34,6 +35,11 @@ class EngineStats:
         generated_tokens: new tokens; of beams those that are returned.
         num_steps: steps of the model.
         num_calls: calls of the device that ran them.
+        spec_decode_num_drafts: times that a sequence had drafts in a step.
+        spec_decode_num_draft_tokens: drafts that were verified.
+        spec_decode_num_accepted_tokens: of those, the ones that were right.
+        spec_decode_num_accepted_tokens_per_pos: likewise, by their place behind the newest token;
+            empty without a `speculative_config`.
         compilations: steps compiled, those of `warmup` included.
         num_pages: of the pool.
         num_window_pages, num_free_window_pages: of layers with a window, where they have a pool of
@@ -64,6 +70,10 @@ class EngineStats:
     generated_tokens: int
     num_steps: int
     num_calls: int
+    spec_decode_num_drafts: int
+    spec_decode_num_draft_tokens: int
+    spec_decode_num_accepted_tokens: int
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...]
     compilations: int
     num_pages: int
     num_window_pages: int
@@ -112,6 +122,9 @@ class Counters:
     generated_tokens: int = 0
     num_steps: int = 0
     num_calls: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_free_pages: int = 0
     num_free_window_pages: int = 0
     num_cached_pages: int = 0
@@ -141,6 +154,13 @@ class Counters:
         if num_tokens > 1:
             self._tpot.append((finish - first) / (num_tokens - 1))
 
+    def count_drafts(self, drafts: DraftOutput) -> None:
+        """Count what a call with drafts has verified."""
+        self.spec_decode_num_drafts += drafts.num_drafts
+        self.spec_decode_num_draft_tokens += drafts.num_draft_tokens
+        each = self.spec_decode_num_accepted_tokens_per_pos, drafts.num_accepted_per_pos
+        self.spec_decode_num_accepted_tokens_per_pos = _sums(each)
+
     def count_pages(
         self,
         *,
@@ -169,8 +189,10 @@ class Counters:
         total: dict[str, Any] = {
             name: sum(one[name] for one in each)
             for name, value in each[0].items()
-            if not isinstance(value, deque)
+            if isinstance(value, int | float)
         }
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        total[name] = _sums(one[name] for one in each)
         total["_peak_used"] = max(one["_peak_used"] for one in each)
         for name in ("_ttft", "_tpot", "_latency"):
             total[name] = deque(chain.from_iterable(one[name] for one in each))
@@ -185,11 +207,18 @@ class Counters:
             times = getattr(self, f"_{name}")
             p50, p99 = np.percentile(times, [50, 99]) if times else (0.0, 0.0)
             counts |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
+        num_accepted = sum(self.spec_decode_num_accepted_tokens_per_pos)
         num_seen = max(self._num_seen, 1)
         return EngineStats(
             pages_used=self._used / num_seen,
             peak_pages_used=self._peak_used,
             pool_utilization=self._utilization / num_seen,
+            spec_decode_num_accepted_tokens=num_accepted,
             **counts,
             **now,
         )
+
+
+def _sums(each: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the sums of lists place by place; a shorter one has zeros behind its end."""
+    return tuple(map(sum, zip_longest(*each, fillvalue=0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -21,6 +22,8 @@ HOPPER_SHARED_MEMORY = _SHARED_MEMORY[_HOPPER] * 1024  # bytes
 # ceiling of `bench.decode`. Of other cards an SM reads as much as one of an H100, which has 132.
 _READ_GBPS = {"H200": 4400, "H100": 2950}
 _READ_GBPS_OF_AN_SM = _READ_GBPS["H100"] / 132
+# TFLOP/s of products of bf16, of an SM of Hopper: 70% of the 989 of a data sheet.
+_TFLOPS_OF_AN_SM = 0.7 * 989 / 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,16 @@ class Device:
         """GB/s at which kernels read device memory; where unknown, as an H100 for each SM."""
         rates = (rate for name, rate in _READ_GBPS.items() if name in self.kind)
         return next(rates, self.num_sms * _READ_GBPS_OF_AN_SM)
+
+    def free_tokens(self, bytes_per_weight: float) -> float:
+        """Return how many tokens a product with weights takes before it computes longer than reads.
+
+        Infinite where there is no GPU, whose rates are not known.
+        """
+        if self.platform != "gpu":
+            return math.inf
+        tflops = self.num_sms * _TFLOPS_OF_AN_SM
+        return bytes_per_weight * 1e12 * tflops / (2 * 1e9 * self.read_gbps)
 
     def why_not(self, *, least: str | None = None) -> str | None:
         """Return why it is no GPU of this compute capability or a later one, or None.

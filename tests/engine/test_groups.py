@@ -278,7 +278,7 @@ def test_no_more_sequences_run_than_the_pool_of_windows_holds():
         page_size=4,
         max_num_seqs=4,
         max_num_batched_tokens=16,
-        num_scheduler_steps=8,
+        max_tokens_of_call=8,
         enable_prefix_caching=False,
         most_pages=16,
     )

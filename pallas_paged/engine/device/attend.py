@@ -88,8 +88,10 @@ class PagedAttend:
         Args:
             table: with pages for the new tokens.
             slot_mapping: `i32[T]`, slots of the new tokens.
-            decode_rows: `i32[D]`, rows of the table with one new token each.
-            chunks: whose tokens come before those of the rows, or None.
+            decode_rows: `i32[D]`, rows of the table with one new token each; D = 0 in a call that
+                verifies drafts.
+            chunks: whose tokens come before those of the rows, or None. Of drafts: the tokens of
+                each row.
             num_kv_heads: of the model's kinds of layers.
             kernels: of the attention.
             peers: of the devices of a mesh.
@@ -246,6 +248,9 @@ class PagedAttend:
         if cache.is_latent:
             of_rows = of_chunks = mla_attention
         num_tokens, num_decodes = len(queries[0]), self._rows.size
+        if not num_decodes:
+            assert pages.prompts is not None
+            return of_chunks(*queries, cache, **pages.prompts, **options), cache
         last = (q[num_tokens - num_decodes :] for q in queries)
         out = of_rows(*last, cache, **pages.decoding, **options)
         if pages.prompts is not None:

@@ -19,6 +19,7 @@ import numpy as np
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
+from pallas_paged.engine.device.drafts import set_history
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
@@ -39,6 +40,7 @@ from pallas_paged.engine.device.step import StepOutput
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
 from pallas_paged.engine.schedule.window_pool import WindowPool
+from pallas_paged.kernels.device import Device
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, create_page_table
 
@@ -163,6 +165,9 @@ class Executor:
             pool=self._create_pool(),
             slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
             valid=placement.put(np.bool_(True)),
+            history=None
+            if config.speculation is None
+            else placement.put(np.zeros((config.max_num_seqs, max_len), np.int32)),
         )
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
         self._counts: TokenCounts | None = None
@@ -176,14 +181,23 @@ class Executor:
             self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots
-        self._count_tokens = _count_tokens
+        self._count_tokens, self._set_history = _count_tokens, set_history
         self._fork: Callable[..., EngineState] = fork
         if shardings is not None:
             replicated = shardings.replicated
             self._update_table = jit_replicated(update_table, replicated, 2)
             self._fork = fork_on(shardings)
             self._set_slots = jit_replicated(set_slots, replicated, 1)
+            self._set_history = jit_replicated(set_history, replicated, 1)
             self._count_tokens = jit_replicated(set_token_counts, replicated, 1)
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens of a step that take no longer than one, because it reads all weights."""
+        leaves = self.weights.leaves
+        num_bytes = sum(leaf.nbytes for leaf in leaves) / max(1, sum(leaf.size for leaf in leaves))
+        with jax.default_device(self.placement.local_devices[0]):
+            return Device.here().free_tokens(num_bytes)
 
     @property
     def num_free(self) -> int:
@@ -224,6 +238,12 @@ class Executor:
         """Set slots, as `state.set_slots`."""
         slots = self._set_slots(self.state.slots, indices, values)
         self.state = replace(self.state, slots=slots)
+
+    @_followed
+    def set_history(self, slot: np.int32, token_ids: np.ndarray) -> None:
+        """Set the tokens in which drafts for a slot are looked for, as `drafts.set_history`."""
+        history = self._set_history(self.state.history, slot, token_ids)
+        self.state = replace(self.state, history=history)
 
     @_followed
     def count_tokens(
@@ -344,4 +364,4 @@ _count_tokens = jax.jit(set_token_counts, donate_argnums=0)
 def _kind(batch: Batch) -> tuple[Any, ...]:
     """Return what batches of one program have in common."""
     num_tokens = None if batch.chunks is None else batch.chunks.token_ids.size
-    return batch.decode_slots.size, num_tokens, batch.mode, batch.max_num_steps
+    return batch.decode_slots.size, num_tokens, batch.mode, batch.max_num_steps, batch.speculation

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels
+from pallas_paged.engine.device.drafts import add_sampled
 from pallas_paged.engine.device.placement import Shardings
+from pallas_paged.engine.device.speculation import speculate
 from pallas_paged.engine.device.state import Batch, EngineState
-from pallas_paged.engine.device.step import Call, Result, decode, prefill_and_decode
+from pallas_paged.engine.device.step import NOT_SAMPLED, Call, Result, decode, prefill_and_decode
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts
 
@@ -64,8 +68,19 @@ def make_step(
     ) -> Result:
         params = jax.tree.unflatten(structure, leaves)
         call = Call(model=model, params=params, batch=batch, kernels=kernels, peers=peers)
+        if batch.speculation is not None:
+            return speculate(call, state, counts)
         run = decode if batch.chunks is None else prefill_and_decode
-        return run(call, state, counts)
+        state, counts, output = run(call, state, counts)
+        if state.history is not None:
+            rows = batch.decode_slots
+            if batch.chunks is not None:
+                rows = jnp.arange(state.table.max_seqs, dtype=jnp.int32)
+            lens = state.table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+            tokens = output.token_ids
+            history = add_sampled(state.history, rows, lens, tokens, tokens != NOT_SAMPLED)
+            state = replace(state, history=history)
+        return state, counts, output
 
     options: dict[str, Any] = {}
     if shardings is not None:

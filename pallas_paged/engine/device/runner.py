@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
@@ -12,24 +12,27 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_paged.engine.device.drafts import DraftCounts
 from pallas_paged.engine.device.executor import Executor
+from pallas_paged.engine.device.modes import fit_mode
 from pallas_paged.engine.device.state import (
     Batch,
     BatchBuckets,
+    Shape,
     TableArrays,
     set_slot,
     slot_states,
 )
 from pallas_paged.engine.device.step import NOT_SAMPLED, StepOutput
 from pallas_paged.engine.outputs import LogprobSequence
-from pallas_paged.engine.requests.input_processor import check_lists
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling.logprobs import Logprobs
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import (
     Attachment,
     Chunk,
     Decode,
+    DraftOutput,
     RunnerOutput,
     SchedulerOutput,
     SequenceOutput,
@@ -60,8 +63,10 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_steps=config.num_scheduler_steps,
+            max_tokens_of_call=config.max_tokens_of_call,
+            speculation=config.speculation,
         )
-        self.compiled: dict[tuple[int, int], set[SamplingMode]] = {}
+        self.compiled: dict[Shape, set[SamplingMode]] = {}
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
@@ -75,7 +80,7 @@ class ModelRunner:
         """The page table after all dispatched calls; the next call takes its buffers."""
         return self.executor.state.table
 
-    def empty_batch(self, shape: tuple[int, int], mode: SamplingMode) -> Batch:
+    def empty_batch(self, shape: Shape, mode: SamplingMode) -> Batch:
         """Return a batch that computes nothing."""
         return self._with_masks(self.buckets.pack([], [], shape, mode), [], [])
 
@@ -96,6 +101,9 @@ class ModelRunner:
         if any(mode.penalties for mode in modes):
             no_slot = self.executor.config.max_num_seqs
             self._count_tokens(no_slot, [0], [])
+        if (history := self.executor.state.history) is not None:
+            outside = np.int32(self.executor.config.max_num_seqs)
+            self.executor.set_history(outside, np.zeros(history.shape[1], np.int32))
         self.executor.wait()
 
     def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
@@ -113,12 +121,16 @@ class ModelRunner:
                 num_prompt = len(one.request.prompt_token_ids)
                 prompt, new = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
                 self._count_tokens(one.running_slot, prompt, new)
+            if (history := self.executor.state.history) is not None and one.takes_drafts:
+                tokens = _padded(one.token_ids, history.shape[1], 0)
+                self.executor.set_history(np.int32(one.running_slot), tokens)
         sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
         mode = reduce(or_, {one.mode for one in sequences})
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
-        shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
-        return self._run(decodes, chunks, shape, mode)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        shape = self.buckets.fit(len(decodes), num_tokens, scheduled.num_drafts)
+        return self._run(decodes, chunks, shape, mode, scheduled.num_verifications)
 
     def read(self, scheduled: SchedulerOutput, output: StepOutput) -> RunnerOutput:
         """Wait for a call, and return what it has computed, sequence by sequence.
@@ -130,14 +142,19 @@ class ModelRunner:
         return _read_output(scheduled, output, self.executor.config.page_size)
 
     def _run(
-        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
+        self,
+        decodes: list[Decode],
+        chunks: list[Chunk],
+        shape: Shape,
+        mode: SamplingMode,
+        num_verifications: int = 0,
     ) -> StepOutput:
         """Dispatch a batch."""
         compiled = self.compiled.setdefault(shape, set())
         if mode not in compiled:  # a larger one serves as well
             mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)
-        batch = self.buckets.pack(decodes, chunks, shape, mode)
+        batch = self.buckets.pack(decodes, chunks, shape, mode, num_verifications)
         output = self.executor.step(self._with_masks(batch, decodes, chunks))
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
@@ -196,41 +213,6 @@ class ModelRunner:
         num_slots = self.executor.config.max_num_seqs
         src, dst = (_padded([x[i] for x in forks], num_slots, num_slots) for i in (0, 1))
         self.executor.fork(src, dst)
-
-
-def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
-    """Return the sampling modes to compile for requests with these parameters.
-
-    Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
-    penalties and log-probabilities cost time in every row. None is for any request.
-    """
-    if params is None:
-        full = SamplingMode(
-            draws=True,
-            filters=2,
-            processors=True,
-            penalties=True,
-            logprobs=MAX_LOGPROBS,
-        )
-        return [
-            SamplingMode(),
-            SamplingMode(draws=True),
-            SamplingMode(draws=True, filters=2),
-            full,
-            replace(full, prompt_logprobs=MAX_LOGPROBS),
-        ]
-    check_lists(params=params)
-    for one in params:
-        if not isinstance(one, SamplingParams):
-            raise ValueError(f"params has {one!r}, which must be SamplingParams")
-    modes = {SamplingMode.of(one) for one in params}
-    modes.add(reduce(or_, modes, SamplingMode()))
-    return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
-
-
-def fit_mode(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
-    """Return the part of a mode that a batch of this shape can need."""
-    return mode if shape[1] else replace(mode, prompt_logprobs=-1)
 
 
 def _table_arrays(
@@ -358,11 +340,22 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
             )
             sequences.append(one)
         start = end
-    windows = output.num_free_window_pages
+    windows, drafts = output.num_free_window_pages, output.drafts
     return RunnerOutput(
+        drafts=None if drafts is None else _read_drafts(drafts),
         num_free=int(output.num_free),
         num_free_window_pages=0 if windows is None else int(windows),
         sequences=sequences,
+    )
+
+
+def _read_drafts(drafts: DraftCounts) -> DraftOutput:
+    return DraftOutput(
+        num_steps=int(drafts.num_steps),
+        num_rows=int(drafts.num_rows),
+        num_drafts=int(drafts.num_drafts),
+        num_draft_tokens=int(drafts.num_draft_tokens),
+        num_accepted_per_pos=drafts.num_accepted_per_pos.tolist(),
     )
 
 

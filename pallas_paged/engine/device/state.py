@@ -24,6 +24,7 @@ from pallas_paged.engine.sampling_params import (
     SamplingParams,
 )
 from pallas_paged.engine.schedule.calls import Chunk, Decode
+from pallas_paged.engine.speculative_config import SpeculativeConfig
 from pallas_paged.pages.pool import KVPool, copy_pages
 from pallas_paged.pages.sharing import attach, release, retain
 from pallas_paged.pages.table import PageTable, extend
@@ -34,6 +35,7 @@ _MIN_SLOTS = 8
 _MIN_TOKENS = 128  # fewer take as long, because a step reads all weights
 
 Array = Any  # of NumPy on the host, of JAX in the compiled step
+Shape = tuple[int, ...]  # of a batch, see `BatchBuckets`
 
 
 @pytree
@@ -69,6 +71,9 @@ class Batch:
         chunks: None in a call that only decodes.
         mode: static, what the call can sample.
         max_num_steps: static, bound of num_steps.
+        speculation: static, of a call that verifies drafts; None: it has none. `num_steps` and
+            `max_num_steps` are then tokens of a row.
+        num_verifications: `i32[]`, most steps of that call; else None.
         masks: of the rows that sample, `i32[D, ceil(V / 32)]`, or of all slots with chunks: token
             `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`.
     """
@@ -78,6 +83,8 @@ class Batch:
     chunks: ChunkBatch | None
     mode: SamplingMode = field(metadata=dict(static=True))
     max_num_steps: int = field(metadata=dict(static=True))
+    speculation: SpeculativeConfig | None = field(default=None, metadata=dict(static=True))
+    num_verifications: Array | None = None
     masks: Array | None = None
 
 
@@ -86,16 +93,20 @@ class BatchBuckets:
     """The shapes that batches have, so that all of them can be compiled before they are needed.
 
     A batch that only decodes has a power of two of slots. One with chunks has all slots and room
-    for a power of two of tokens in chunks; the number of chunks does not matter.
+    for a power of two of tokens in chunks; the number of chunks does not matter. One that verifies
+    drafts has their number behind these two.
 
     Attributes:
         max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
         max_num_steps: of a call that only decodes.
+        max_tokens_of_call, speculation: of a call that verifies drafts; None: there are none.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_steps: int
+    max_tokens_of_call: int
+    speculation: SpeculativeConfig | None = None
 
     @property
     def decode_slots(self) -> list[int]:
@@ -105,22 +116,32 @@ class BatchBuckets:
     def chunk_tokens(self) -> list[int]:
         return _powers(min(_MIN_TOKENS, self.max_num_batched_tokens), self.max_num_batched_tokens)
 
-    def all(self) -> list[tuple[int, int]]:
+    def all(self) -> list[Shape]:
         """(decoding slots, tokens in chunks) of every shape, the largest first."""
-        decoding = [(slots, 0) for slots in self.decode_slots]
+        decoding: list[Shape] = [(slots, 0) for slots in self.decode_slots]
+        if (speculation := self.speculation) is not None:
+            drafts = speculation.num_speculative_tokens
+            decoding += [(slots, 0, drafts) for slots in self.decode_slots]
         return [*decoding, *((self.max_num_seqs, tokens) for tokens in self.chunk_tokens)][::-1]
 
-    def fit(self, num_decodes: int, num_tokens: int) -> tuple[int, int]:
+    def fit(self, num_decodes: int, num_tokens: int, num_drafts: int = 0) -> Shape:
         """The smallest shape with room for these decoding slots and tokens in chunks."""
         if not num_tokens:
-            return next(slots for slots in self.decode_slots if slots >= num_decodes), 0
+            drafts = (num_drafts,) if num_drafts else ()
+            return next(slots for slots in self.decode_slots if slots >= num_decodes), 0, *drafts
         return self.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
 
     def pack(
-        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
+        self,
+        decodes: list[Decode],
+        chunks: list[Chunk],
+        shape: Shape,
+        mode: SamplingMode,
+        num_verifications: int = 0,
     ) -> Batch:
         """Pack a schedule into a batch of a shape that has room for it."""
-        num_slots, num_tokens = shape
+        num_slots, num_tokens, *drafts = shape
+        max_num_steps = self.max_tokens_of_call if drafts else self.max_num_steps
         first = num_slots - len(decodes) if num_tokens else 0
         place = slice(first, first + len(decodes))
         decoding = np.full(num_slots, self.max_num_seqs, np.int32)
@@ -160,7 +181,9 @@ class BatchBuckets:
             num_steps=steps,
             chunks=packed,
             mode=mode,
-            max_num_steps=1 if num_tokens else self.max_num_steps,
+            max_num_steps=1 if num_tokens else max_num_steps,
+            speculation=self.speculation if drafts else None,
+            num_verifications=np.int32(num_verifications) if drafts else None,
         )
 
 
@@ -203,6 +226,8 @@ class EngineState:
             if their part of the pool has pages of its own. It is smaller than the other, so the
             number of a layer's pages says which table is its own.
         kept_tokens: static, newest tokens of a row whose pages that table keeps.
+        history: `i32[S, max_len]`, the tokens of the slots in which drafts are looked for; None if
+            the engine never speculates.
     """
 
     table: PageTable
@@ -211,6 +236,7 @@ class EngineState:
     valid: jax.Array
     window_table: PageTable | None = None
     kept_tokens: int = field(default=0, metadata=dict(static=True))
+    history: jax.Array | None = None
 
 
 @pytree

@@ -17,6 +17,7 @@ from pallas_paged.engine.device.attend import (
     hidden_of,
     logits_of,
 )
+from pallas_paged.engine.device.drafts import DraftCounts
 from pallas_paged.engine.device.state import (
     Batch,
     ChunkBatch,
@@ -46,7 +47,7 @@ class StepOutput:
     """What the host reads of a call.
 
     A call that only decodes has R = the batch's D rows and K = its `max_num_steps`. One with chunks
-    has R = all slots and K = 1.
+    has R = all slots and K = 1. The tokens of a row are its first ones, one after another.
 
     Attributes:
         token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
@@ -57,6 +58,7 @@ class StepOutput:
         num_free_window_pages, window_slot_mapping: the same of the window table, or None.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
         prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
+        drafts: of a call that verifies drafts, or None.
     """
 
     token_ids: jax.Array
@@ -67,6 +69,7 @@ class StepOutput:
     prompt_logprobs: Logprobs | None
     num_free_window_pages: jax.Array | None = None
     window_slot_mapping: jax.Array | None = None
+    drafts: DraftCounts | None = None
 
 
 Mappings = tuple[jax.Array, jax.Array | None]  # of the table, and of the window table
@@ -149,7 +152,7 @@ def decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result
     if batch.max_num_steps == 1:
         state, counts, outputs, _ = step(index, state, counts)
         tokens, mappings, logprobs = jax.tree.map(lambda x: x[None], outputs)
-        return state, counts, _output(state, tokens, mappings, logprobs, None)
+        return state, counts, output_of(state, tokens, mappings, logprobs, None)
     one = jax.eval_shape(step, index, state, counts)[2]
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
@@ -158,7 +161,7 @@ def decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result
     # loop by the kernels of its condition, and without one it starts before its inputs are there.
     carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
     _, state, counts, (tokens, mappings, logprobs), _ = carry
-    return state, counts, _output(state, tokens, mappings, logprobs, None)
+    return state, counts, output_of(state, tokens, mappings, logprobs, None)
 
 
 def prefill_and_decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result:
@@ -203,7 +206,7 @@ def prefill_and_decode(call: Call, state: EngineState, counts: TokenCounts | Non
     valid = state.valid & jnp.all(ok)
     state = replace(state, pool=KVPool(layers=layers), slots=slots, valid=valid)
     one = jax.tree.map(lambda x: x[None], logprobs)
-    return state, counts, _output(state, drawn[None], mappings, one, prompt_logprobs)
+    return state, counts, output_of(state, drawn[None], mappings, one, prompt_logprobs)
 
 
 def _sample(
@@ -280,13 +283,14 @@ def draw(
     return drawn, ended, logprobs
 
 
-def _output(
+def output_of(
     state: EngineState,
     token_ids: jax.Array,
     mappings: Mappings,
     logprobs: Logprobs | None,
     prompt_logprobs: Logprobs | None,
 ) -> StepOutput:
+    """Return the output of a call, given the state after it."""
     windows = state.window_table
     return StepOutput(
         token_ids=token_ids,

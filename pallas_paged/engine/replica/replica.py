@@ -18,6 +18,7 @@ from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.schedule.calls import Decode, RunnerOutput, SchedulerOutput
+from pallas_paged.engine.schedule.draft_policy import DraftPolicy
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from pallas_paged.engine.stats import Counters, EngineStats
@@ -50,6 +51,7 @@ class Replica:
         counters: of its requests and calls.
         num_pages: of its pool.
         num_window_pages: of layers with a window that have a pool of their own, or 0.
+        drafting: whether calls verify drafts; None: none does.
         step_policy: returns the most decode steps of the next call; by default as many as take
             about `_CALL_SECONDS`.
     """
@@ -71,7 +73,16 @@ class Replica:
             sliding_window=model.kv_cache_spec.sliding_window,
             windows=windows,
         )
-        self.scheduler = Scheduler(pages, watermark=int(config.watermark * num_pages))
+        self.drafting = None
+        if (speculation := config.speculation) is not None:
+            num_drafts = speculation.num_speculative_tokens
+            self.drafting = DraftPolicy(num_drafts, executor.free_tokens)
+        self.scheduler = Scheduler(
+            pages,
+            watermark=int(config.watermark * num_pages),
+            drafting=self.drafting,
+            max_tokens_of_call=config.max_tokens_of_call,
+        )
         self.counters = Counters(
             num_free_pages=num_pages, num_free_window_pages=self.num_window_pages
         )
@@ -246,6 +257,9 @@ class Replica:
             page_size=self.scheduler.pages.page_size,
         )
         num_steps = max((len(one.token_ids) for one in output.sequences), default=1) or 1
+        if (drafts := output.drafts) is not None:
+            num_steps = max(1, drafts.num_steps)
+            counters.count_drafts(drafts)
         counters.num_steps += num_steps
         counters.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         counters.computed_tokens += sum(

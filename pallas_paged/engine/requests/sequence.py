@@ -122,6 +122,14 @@ class Sequence:
         return self.decoding and self.num_to_decode > 0 and not waits
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether several of its tokens can be drawn at once.
+
+        Penalties and grammars look at all tokens before the one that is drawn.
+        """
+        return not (self.mode.penalties or self.mode.masks)
+
+    @property
     def needs_last_token(self) -> bool:
         """Whether only the last token is left to compute, and the host must send it."""
         waits = self.decoding or self.fork_source is not None or bool(self.forks)

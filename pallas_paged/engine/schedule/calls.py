@@ -61,7 +61,10 @@ class SchedulerOutput:
         decodes: sequences that go on from their last token.
         resumed: of those, the ones whose last token the host must send.
         chunks: tokens of sequences that have more to compute than their last one.
-        num_steps: steps of this call; 1 if there are chunks.
+        num_steps: most tokens of a decoding sequence, which are the steps of a call without drafts;
+            1 if there are chunks.
+        num_drafts: that the call verifies for each sequence in a step, at most; 0: none.
+        num_verifications: most steps of a call with drafts.
     """
 
     attachments: list[Attachment]
@@ -71,6 +74,27 @@ class SchedulerOutput:
     chunks: list[Chunk]
     num_steps: int
     window_attachments: list[Attachment] = field(default_factory=list)
+    num_drafts: int = 0
+    num_verifications: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOutput:
+    """What a call with drafts has verified, of all sequences together.
+
+    Attributes:
+        num_steps: of the model.
+        num_rows: sequences, one for each of those steps that it took part in.
+        num_drafts: of those, the ones that had drafts.
+        num_draft_tokens: drafts.
+        num_accepted_per_pos: drafts that were right, by their place behind the newest token.
+    """
+
+    num_steps: int
+    num_rows: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_per_pos: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +126,10 @@ class RunnerOutput:
         num_free: free pages after it.
         num_free_window_pages: those of layers with a window that have a pool of their own, or 0.
         sequences: those that have not ended meanwhile.
+        drafts: None of a call without.
     """
 
     num_free: int
     sequences: list[SequenceOutput]
     num_free_window_pages: int = 0
+    drafts: DraftOutput | None = None

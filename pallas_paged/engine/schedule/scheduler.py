@@ -12,12 +12,8 @@ from bisect import insort
 from collections import deque
 
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.calls import (
-    Chunk,
-    Decode,
-    RunnerOutput,
-    SchedulerOutput,
-)
+from pallas_paged.engine.schedule.calls import Chunk, Decode, RunnerOutput, SchedulerOutput
+from pallas_paged.engine.schedule.draft_policy import DraftPolicy
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 
 
@@ -39,18 +35,28 @@ class Scheduler:
         unused_slots: the last is the next to be used.
     """
 
-    def __init__(self, pages: KVCacheManager, *, watermark: int):
+    def __init__(
+        self,
+        pages: KVCacheManager,
+        *,
+        watermark: int,
+        drafting: DraftPolicy | None = None,
+        max_tokens_of_call: int = 1,
+    ):
         """Start with all pages free.
 
         Args:
             pages: of the table, all free.
             watermark: pages that must be left over when a sequence starts beside others.
+            drafting: None never verifies drafts.
+            max_tokens_of_call: of a sequence, in a call with drafts.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.pages = pages
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
         self._watermark = watermark
+        self._drafting, self._max_tokens_of_call = drafting, max_tokens_of_call
         self.unused_slots = list(range(pages.max_num_seqs - 1, -1, -1))
         self._exact = True  # pages.num_free is what the table says, and nothing is in flight
         self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
@@ -62,7 +68,7 @@ class Scheduler:
 
         Args:
             in_flight: whether reports of dispatched calls are yet to be observed.
-            may_end_early: whether one of those is a call of several steps, which may do fewer.
+            may_end_early: whether one of those is a call of several tokens, which may do fewer.
             num_steps: most steps of a call that only decodes, while no sequence waits.
 
         Returns:
@@ -74,7 +80,11 @@ class Scheduler:
             return None
         resumed = [one for one in self.running if one.needs_last_token]
         decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
-        num_steps = self._take_decode_pages(decoding, resumed, num_steps)
+        if self._has_prefill or resumed or self.waiting:
+            num_steps = 1
+        num_drafts = 0 if resumed else self._num_drafts(decoding)
+        taken = self._take_decode_pages(decoding, num_steps, num_drafts)
+        num_steps, num_tokens, num_drafts = taken
         if not num_steps:
             self._preempt()
             return None
@@ -92,7 +102,7 @@ class Scheduler:
         self._exact = False
         decodes = []
         for one in decoding:
-            count = self._num_tokens(one, num_steps)
+            count = self._num_tokens(one, num_tokens)
             one.num_computed += count
             one.num_pending += count
             decodes.append(Decode(sequence=one, num_tokens=count))
@@ -105,7 +115,9 @@ class Scheduler:
             decodes=decodes,
             resumed=resumed,
             chunks=chunks,
-            num_steps=num_steps,
+            num_steps=num_tokens,
+            num_drafts=num_drafts,
+            num_verifications=num_steps if num_drafts else 0,
         )
 
     def resync(self, num_free: int) -> None:
@@ -120,6 +132,8 @@ class Scheduler:
             page_balance: `pages.page_balance` after its schedule.
         """
         self.pages.observe(output.num_free, page_balance)
+        if (drafts := output.drafts) is not None and self._drafting is not None:
+            self._drafting.observe(drafts.num_rows, sum(drafts.num_accepted_per_pos))
         for one in output.sequences:
             scheduled, sequence = one.scheduled, one.scheduled.sequence
             self.pages.store(sequence, one.pages, one.window_pages)
@@ -161,27 +175,51 @@ class Scheduler:
         self.pages.reset_prefix_cache(self.running)
         self._blocked = None
 
+    @property
+    def _has_prefill(self) -> bool:
+        """Whether a running sequence has known tokens to compute, or is about to be forked."""
+        return any(one.num_to_prefill or one.forks for one in self.running)
+
+    def _num_drafts(self, decoding: list[Sequence]) -> int:
+        """Drafts of each sequence in a call that can only decode; 0 where they do not pay."""
+        may_start = self.waiting and self.unused_slots
+        if self._drafting is None or not decoding or self._has_prefill or may_start:
+            return 0
+        if not all(one.takes_drafts for one in decoding):
+            return 0
+        return self._drafting.num_for(len(decoding))
+
     def _take_decode_pages(
-        self, decoding: list[Sequence], resumed: list[Sequence], num_steps: int
-    ) -> int:
-        """Take the pages of as many steps as there are pages for; return that number, or 0."""
-        single = self.waiting or resumed
-        if single or any(one.num_to_prefill or one.forks for one in self.running):
-            num_steps = 1
+        self, decoding: list[Sequence], num_steps: int, num_drafts: int
+    ) -> tuple[int, int, int]:
+        """Take the pages of as many steps as there are pages for, without drafts if need be.
+
+        Returns:
+            That number, the most tokens that they give a sequence, and the drafts; or zeros.
+        """
         while num_steps:
+            num_tokens = num_steps
+            if num_drafts:
+                # The pool of layers with a window has room for as many as a step may have in all.
+                most = self.pages.max_num_batched_tokens // len(decoding)
+                most = min(self._max_tokens_of_call, most)
+                num_tokens = min(num_steps * (1 + num_drafts), most)
             needed = (
-                self.pages.num_new_pages(one, self._num_tokens(one, num_steps)) for one in decoding
+                self.pages.num_new_pages(one, self._num_tokens(one, num_tokens)) for one in decoding
             )
             if self.pages.allocate(sum(needed)):
-                return num_steps
-            num_steps //= 2
-        return 0
+                return num_steps, num_tokens, num_drafts
+            if num_drafts:
+                num_drafts = 0
+            else:
+                num_steps //= 2
+        return 0, 0, 0
 
-    def _num_tokens(self, sequence: Sequence, num_steps: int) -> int:
+    def _num_tokens(self, sequence: Sequence, most: int) -> int:
         """Tokens that a decoding sequence computes in a call."""
         if not sequence.decoding or sequence.grammar is not None:
             return 1
-        return min(num_steps, sequence.num_to_decode)
+        return min(most, sequence.num_to_decode)
 
     def _preempt(self) -> None:
         """Take the pages of the last sequence, once it is certain that they are needed."""

@@ -38,7 +38,7 @@ class WindowPool:
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        num_scheduler_steps: int,
+        max_tokens_of_call: int,
         enable_prefix_caching: bool,
         most_pages: int | None = None,
     ) -> WindowPool | None:
@@ -46,14 +46,14 @@ class WindowPool:
 
         Args:
             sliding_window: of the pool.
-            page_size, max_num_seqs, max_num_batched_tokens, num_scheduler_steps,
+            page_size, max_num_seqs, max_num_batched_tokens, max_tokens_of_call,
                 enable_prefix_caching: as in `EngineConfig`.
             most_pages: None is any number.
 
         Returns:
             The pool; None if not even one sequence can run in so few pages.
         """
-        kept = sliding_window + (page_size + num_scheduler_steps if enable_prefix_caching else 0)
+        kept = sliding_window + (page_size + max_tokens_of_call if enable_prefix_caching else 0)
 
         def pool(num_pages: int) -> WindowPool:
             return cls(

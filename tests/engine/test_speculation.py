@@ -1,0 +1,248 @@
+"""Requests served with drafts have the tokens that they have without."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_paged.engine import EngineConfig
+from pallas_paged.engine.device.drafts import find_ngrams
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.speculative_config import SpeculativeConfig
+from tests.support.engine_calls import (
+    MODEL,
+    PROMPTS,
+    NumberTokenizer,
+    assert_every_page_is_free,
+    greedy,
+    make_engine,
+    reasons_of,
+    run,
+    sampling,
+    serve,
+    step,
+    steps_of,
+    submit,
+    tokens_of,
+    weights,
+)
+from tests.support.marks import slow
+from tests.support.mixed_model import MixedModel
+from tests.support.plain_model import PlainModel
+
+K = 3
+CONFIG = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_max=3, prompt_lookup_min=1)
+# Serve all but penalties and grammars, and of those all without a top_k or top_p.
+ALL = [SamplingMode(filters=2, processors=True, draws=True, logprobs=20)]
+MODES = [SamplingMode(processors=True, draws=True)]
+SIZES = dict(num_pages=24)
+PERIODIC = [[1, 2, 3, 4, 5] * 3, [7, 8] * 5, [*range(9, 20)] * 2]
+
+
+def speculating(model=MODEL, num_steps=4, params=None, config=CONFIG, modes=MODES, **options):
+    """An engine that verifies drafts whenever it can."""
+    options = SIZES | dict(speculative_config=config) | options
+    engine = make_engine(model, params, modes=modes, **options)
+    steps_of(engine, num_steps)
+    for replica in engine.replicas:
+        replica.drafting.num_for = lambda num_rows: K
+    return engine
+
+
+def plain(model=MODEL, modes=MODES, **options):
+    engine = make_engine(model, modes=modes, **SIZES | options)
+    steps_of(engine, 4)
+    return engine
+
+
+def results_of(requests):
+    each = [output for request in requests for output in request.outputs]
+    tokens = [(x.token_ids, x.text, x.finish_reason, x.stop_reason) for x in each]
+    entries = [entry for x in each for entry in x.logprobs or ()]
+    tops = [sorted((token, one.rank) for token, one in entry.items()) for entry in entries]
+    return tokens, tops, [one.logprob for entry in entries for one in entry.values()]
+
+
+def assert_equal_results(requests, wanted):
+    tokens, tops, logprobs = results_of(requests)
+    wanted_tokens, wanted_tops, wanted_logprobs = results_of(wanted)
+    assert tokens == wanted_tokens and tops == wanted_tops
+    np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
+
+
+MIXED = [
+    greedy(max_tokens=30, logprobs=2),
+    sampling(n=2, top_k=3, top_p=0.9, min_p=0.05, temperature=0.7, max_tokens=25),
+    greedy(max_tokens=None),
+    sampling(temperature=0.3, logit_bias={3: 2.0, 5: -100.0}, min_tokens=9, stop_token_ids=[3]),
+    greedy(max_tokens=20, min_tokens=4, stop_token_ids=[*range(0, 40, 5)], logprobs=0),
+]
+
+
+@pytest.fixture(scope="module")
+def mixed_wanted():
+    """The results of MIXED without drafts, where the pool is too small for all at once."""
+    return serve(plain(modes=ALL), PERIODIC + PROMPTS[:2], MIXED)
+
+
+@pytest.mark.parametrize("num_steps", [4, *slow([1, 2, 8])])
+def test_tokens_and_logprobs_equal_those_without_drafts(mixed_wanted, num_steps):
+    engine = speculating(num_steps=num_steps, modes=ALL)
+    assert_equal_results(serve(engine, PERIODIC + PROMPTS[:2], MIXED), mixed_wanted)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.spec_decode_num_accepted_tokens > 10
+    assert stats.num_steps < stats.generated_tokens
+    assert_every_page_is_free(engine)
+
+
+def test_a_stop_text_and_the_end_of_sequence_end_a_request_within_accepted_drafts():
+    """The drafts go on with the period of the prompt, and so does the model."""
+    model = replace(MODEL, eos_token_ids=(0,))
+    wanted = serve(plain(model), PERIODIC, greedy(max_tokens=24))
+    stops = [" {} {}".format(*x[5:7]) for x in tokens_of(wanted)]
+    params = [greedy(max_tokens=24, stop=stop) for stop in stops]
+    tokenizer = NumberTokenizer()
+    wanted = serve(plain(model, tokenizer=tokenizer), PERIODIC, params)
+    engine = speculating(model, tokenizer=tokenizer)
+    assert_equal_results(serve(engine, PERIODIC, params), wanted)
+    assert "stop" in reasons_of(wanted)
+
+
+def test_drafts_are_found_in_tokens_that_the_prefix_cache_had():
+    engine = speculating()
+    serve(engine, [PERIODIC[2]], greedy(max_tokens=1))
+    before = engine.stats()
+    serve(engine, [PERIODIC[2]], greedy(max_tokens=2))
+    after = engine.stats()
+    assert after.prefix_cache_hits > before.prefix_cache_hits
+    assert after.spec_decode_num_draft_tokens == before.spec_decode_num_draft_tokens
+    request = serve(engine, [PERIODIC[2]], greedy(max_tokens=6, logit_bias={9: 100.0}))[0]
+    assert tokens_of([request]) == [[9] * 6]
+    # 19, 9 stood before, so that 10 and what follows are drafted, which the bias refuses.
+    accepted = engine.stats().spec_decode_num_accepted_tokens
+    assert engine.stats().spec_decode_num_drafts > after.spec_decode_num_drafts
+    assert accepted > after.spec_decode_num_accepted_tokens  # 9 after 9, 9
+
+
+def test_requests_that_end_or_begin_again_in_between_have_the_same_tokens():
+    """Aborts, new weights, and a pool that was away."""
+
+    def results(engine):
+        first, *others = submit(engine, PERIODIC + PROMPTS[:1], greedy(max_tokens=24))
+        for _ in range(4):
+            step(engine)
+        engine.abort(first)
+        step(engine)
+        engine.update_params(weights(seed=2), restart_running=True)
+        for _ in range(4):
+            step(engine)
+        engine.sleep()
+        engine.wake_up()
+        run(engine)
+        return tokens_of(others)
+
+    wanted, engine = results(plain()), speculating()
+    assert results(engine) == wanted
+    assert engine.stats().spec_decode_num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (PlainModel(vocab_size=40, max_model_len=128, sliding_window=6), {}),
+        (
+            MixedModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1),
+            dict(num_pages=64),
+        ),
+    ],
+)
+def test_layers_with_a_window_keep_what_drafts_see(model, sizes):
+    engines = plain(model, **sizes), speculating(model, **sizes)
+    params = greedy(max_tokens=50, n=1), sampling(max_tokens=40, n=2, temperature=0.5), greedy()
+    wanted, requests = (serve(engine, PERIODIC, params) for engine in engines)
+    assert tokens_of(requests) == tokens_of(wanted)
+    assert engines[1].stats().spec_decode_num_accepted_tokens > 5
+    assert_every_page_is_free(engines[1])
+
+
+def test_batches_with_penalties_run_without_drafts():
+    modes = [SamplingMode(penalties=True)]
+    engine = speculating(modes=modes)
+    params = [greedy(max_tokens=20, repetition_penalty=1.2), greedy(max_tokens=8), greedy()]
+    requests = serve(engine, PERIODIC, params)
+    reference = plain(modes=modes)
+    assert tokens_of(requests) == tokens_of(serve(reference, PERIODIC, params))
+    assert engine.stats().spec_decode_num_drafts == 0
+    serve(engine, PERIODIC, greedy())
+    assert engine.stats().spec_decode_num_drafts > 0
+
+
+def test_warmup_compiles_the_steps_with_drafts():
+    engine = speculating(modes=None)
+    engine.warmup([greedy()])
+    compiled = engine.stats().compilations
+    serve(engine, PERIODIC, greedy())
+    assert engine.stats().compilations == compiled
+    assert engine.stats().spec_decode_num_drafts > 0
+
+
+# The drafts alone.
+
+
+def drafted(tokens, num_drafts, most, least):
+    """What followed the latest of the longest matches, and then again what was drafted."""
+    for size in range(min(most, len(tokens) - 1), least - 1, -1):
+        for end in range(len(tokens) - 2, size - 2, -1):
+            if tokens[end + 1 - size : end + 1] == tokens[len(tokens) - size :]:
+                period = len(tokens) - 1 - end
+                return [tokens[end + 1 + i % period] for i in range(num_drafts)]
+    return []
+
+
+@pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2)])
+def test_drafts_follow_the_latest_of_the_longest_matches(most, least):
+    rng = np.random.default_rng(most)
+    history = rng.integers(0, 3, (200, 24)).astype(np.int32)
+    lens = rng.integers(1, 25, 200).astype(np.int32)
+    config = SpeculativeConfig(
+        num_speculative_tokens=5, prompt_lookup_max=most, prompt_lookup_min=least
+    )
+    drafts, counts = map(np.asarray, find_ngrams(jnp.asarray(history), jnp.asarray(lens), config))
+    for row, size in enumerate(lens):
+        wanted = drafted(history[row, :size].tolist(), 5, most, least)
+        assert drafts[row, : counts[row]].tolist() == wanted
+    assert {*counts.tolist()} == {0, 5}
+
+
+# What the config takes.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(CONFIG, method="ngrams"), "method='ngrams'.* did you mean 'ngram'"),
+        (dict(CONFIG, num_speculative_token=3), "no 'num_speculative_token'; did you mean"),
+        (dict(CONFIG, num_speculative_tokens=0), "num_speculative_tokens=0 must be"),
+        (dict(CONFIG, prompt_lookup_min=4), "prompt_lookup_min=4 must be"),
+        (dict(CONFIG, prompt_lookup_max=65), "prompt_lookup_max=65 must be"),
+        (dict(method="ngram"), "must have 'num_speculative_tokens'"),
+        (dict(num_speculative_tokens=2), "must have 'method'"),
+        ("ngram", "speculative_config='ngram' must be a dict"),
+    ],
+)
+def test_a_config_that_can_not_be_followed_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(speculative_config=given)
+
+
+def test_lookup_sizes_that_are_left_out_are_as_the_other_or_5():
+    def sizes(**given):
+        config = SpeculativeConfig.of(dict(method="ngram", num_speculative_tokens=2, **given))
+        return config.prompt_lookup_min, config.prompt_lookup_max
+
+    assert sizes() == (5, 5)
+    assert sizes(prompt_lookup_max=3) == (3, 3)
+    assert sizes(prompt_lookup_min=2) == (2, 2)
+    config = EngineConfig(speculative_config=CONFIG)
+    assert replace(config, page_size=8).speculation == config.speculation

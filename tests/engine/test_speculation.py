@@ -29,14 +29,17 @@ from tests.support.engine_calls import (
 )
 from tests.support.marks import slow
 from tests.support.mixed_model import MixedModel
-from tests.support.plain_model import PlainModel
+from tests.support.plain_model import PlainModel, greedy_tokens
 
 K = 3
 CONFIG = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_max=3, prompt_lookup_min=1)
-# Serve all but penalties and grammars, and of those all without a top_k or top_p.
+# Each mode has programs of its own, which take some seconds to compile: most tests have the first.
+MODES = [SamplingMode(processors=True, draws=True, logprobs=0)]
 ALL = [SamplingMode(filters=2, processors=True, draws=True, logprobs=20)]
-MODES = [SamplingMode(processors=True, draws=True)]
+PENALTIES = [SamplingMode(penalties=True)]
+GREEDY = [SamplingMode()]
 SIZES = dict(num_pages=24)
+own_programs = pytest.mark.cpu_budget(14)
 PERIODIC = [[1, 2, 3, 4, 5] * 3, [7, 8] * 5, [*range(9, 20)] * 2]
 
 
@@ -71,58 +74,55 @@ def assert_equal_results(requests, wanted):
     np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
 
 
-MIXED = [
-    greedy(max_tokens=30, logprobs=2),
-    sampling(n=2, top_k=3, top_p=0.9, min_p=0.05, temperature=0.7, max_tokens=25),
-    greedy(max_tokens=None),
-    sampling(temperature=0.3, logit_bias={3: 2.0, 5: -100.0}, min_tokens=9, stop_token_ids=[3]),
-    greedy(max_tokens=20, min_tokens=4, stop_token_ids=[*range(0, 40, 5)], logprobs=0),
-]
+def mixed(**filters):
+    """Parameters of requests that share batches; some of their tokens are drafts that are right."""
+    logprobs = 2 if filters else 0
+    return [
+        greedy(max_tokens=30, logprobs=logprobs),
+        sampling(n=2, temperature=0.7, min_p=0.05, max_tokens=25, **filters),
+        greedy(max_tokens=None),
+        sampling(temperature=0.3, logit_bias={3: 2.0, 5: -100.0}, min_tokens=9, stop_token_ids=[3]),
+        greedy(max_tokens=20, min_tokens=4, stop_token_ids=[*range(0, 40, 5)], logprobs=0),
+    ]
 
 
-@pytest.fixture(scope="module")
-def mixed_wanted():
-    """The results of MIXED without drafts, where the pool is too small for all at once."""
-    return serve(plain(modes=ALL), PERIODIC + PROMPTS[:2], MIXED)
-
-
-@pytest.mark.parametrize("num_steps", [4, *slow([1, 2, 8])])
-def test_tokens_and_logprobs_equal_those_without_drafts(mixed_wanted, num_steps):
-    engine = speculating(num_steps=num_steps, modes=ALL)
-    assert_equal_results(serve(engine, PERIODIC + PROMPTS[:2], MIXED), mixed_wanted)
+@own_programs
+@pytest.mark.parametrize(
+    ("num_steps", "modes", "filters"),
+    [(4, MODES, {}), *slow((n, ALL, dict(top_k=3, top_p=0.9)) for n in (1, 2, 4, 8))],
+)
+def test_tokens_and_logprobs_equal_those_without_drafts(num_steps, modes, filters):
+    """The pool is too small for all requests at once, so some are preempted."""
+    prompts, params = PERIODIC + PROMPTS[:2], mixed(**filters)
+    engine = speculating(num_steps=num_steps, modes=modes)
+    requests = serve(engine, prompts, params)
+    assert_equal_results(requests, serve(plain(modes=modes), prompts, params))
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.spec_decode_num_accepted_tokens > 10
     assert stats.num_steps < stats.generated_tokens
     assert_every_page_is_free(engine)
 
 
-def test_a_stop_text_and_the_end_of_sequence_end_a_request_within_accepted_drafts():
-    """The drafts go on with the period of the prompt, and so does the model."""
-    model = replace(MODEL, eos_token_ids=(0,))
-    wanted = serve(plain(model), PERIODIC, greedy(max_tokens=24))
+def test_a_stop_text_ends_a_request_within_accepted_drafts():
+    wanted = serve(plain(), PERIODIC, greedy(max_tokens=24))
     stops = [" {} {}".format(*x[5:7]) for x in tokens_of(wanted)]
     params = [greedy(max_tokens=24, stop=stop) for stop in stops]
     tokenizer = NumberTokenizer()
-    wanted = serve(plain(model, tokenizer=tokenizer), PERIODIC, params)
-    engine = speculating(model, tokenizer=tokenizer)
+    wanted = serve(plain(tokenizer=tokenizer), PERIODIC, params)
+    engine = speculating(tokenizer=tokenizer)
     assert_equal_results(serve(engine, PERIODIC, params), wanted)
-    assert "stop" in reasons_of(wanted)
+    assert reasons_of(wanted) == ["stop"] * 3 and engine.stats().spec_decode_num_drafts > 0
 
 
 def test_drafts_are_found_in_tokens_that_the_prefix_cache_had():
+    """The model says 9 after 9, as the prompt does at its beginning."""
     engine = speculating()
-    serve(engine, [PERIODIC[2]], greedy(max_tokens=1))
-    before = engine.stats()
-    serve(engine, [PERIODIC[2]], greedy(max_tokens=2))
-    after = engine.stats()
-    assert after.prefix_cache_hits > before.prefix_cache_hits
-    assert after.spec_decode_num_draft_tokens == before.spec_decode_num_draft_tokens
-    request = serve(engine, [PERIODIC[2]], greedy(max_tokens=6, logit_bias={9: 100.0}))[0]
-    assert tokens_of([request]) == [[9] * 6]
-    # 19, 9 stood before, so that 10 and what follows are drafted, which the bias refuses.
-    accepted = engine.stats().spec_decode_num_accepted_tokens
-    assert engine.stats().spec_decode_num_drafts > after.spec_decode_num_drafts
-    assert accepted > after.spec_decode_num_accepted_tokens  # 9 after 9, 9
+    prompt = [9, 9, 9, 9, *range(10, 30)]
+    serve(engine, [prompt], greedy(max_tokens=1))
+    serve(engine, [prompt], greedy(max_tokens=5, logit_bias={9: 100.0}))
+    stats = engine.stats()
+    assert stats.prefix_cache_hits == 20 and stats.spec_decode_num_accepted_tokens == 3
+    assert stats.spec_decode_num_accepted_tokens_per_pos == (1, 1, 1)
 
 
 def test_requests_that_end_or_begin_again_in_between_have_the_same_tokens():
@@ -147,32 +147,28 @@ def test_requests_that_end_or_begin_again_in_between_have_the_same_tokens():
     assert engine.stats().spec_decode_num_accepted_tokens > 10
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes"),
-    [
-        (PlainModel(vocab_size=40, max_model_len=128, sliding_window=6), {}),
-        (
-            MixedModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1),
-            dict(num_pages=64),
-        ),
-    ],
-)
-def test_layers_with_a_window_keep_what_drafts_see(model, sizes):
-    engines = plain(model, **sizes), speculating(model, **sizes)
-    params = greedy(max_tokens=50, n=1), sampling(max_tokens=40, n=2, temperature=0.5), greedy()
-    wanted, requests = (serve(engine, PERIODIC, params) for engine in engines)
-    assert tokens_of(requests) == tokens_of(wanted)
-    assert engines[1].stats().spec_decode_num_accepted_tokens > 5
-    assert_every_page_is_free(engines[1])
+@own_programs
+@pytest.mark.parametrize("num_full_layers", [1, *slow([0])])
+def test_layers_with_a_window_keep_what_drafts_see(num_full_layers):
+    """Some of the layers, which then have a pool of their own, or all."""
+    model = PlainModel(vocab_size=40, max_model_len=128, sliding_window=6)
+    if num_full_layers:
+        sizes = vars(model) | dict(num_full_layers=num_full_layers)
+        model = MixedModel(**sizes)
+    engine = speculating(model, modes=GREEDY, num_pages=64)
+    requests = serve(engine, PERIODIC, [greedy(max_tokens=50, n=n) for n in (1, 1, 2)])
+    wanted = [greedy_tokens(model, weights(model), prompt, 50) for prompt in PERIODIC]
+    assert tokens_of(requests) == [*wanted, wanted[-1]]
+    assert engine.stats().spec_decode_num_accepted_tokens > 5
+    assert_every_page_is_free(engine)
 
 
+@pytest.mark.slow
 def test_batches_with_penalties_run_without_drafts():
-    modes = [SamplingMode(penalties=True)]
-    engine = speculating(modes=modes)
+    engine = speculating(modes=PENALTIES)
     params = [greedy(max_tokens=20, repetition_penalty=1.2), greedy(max_tokens=8), greedy()]
     requests = serve(engine, PERIODIC, params)
-    reference = plain(modes=modes)
-    assert tokens_of(requests) == tokens_of(serve(reference, PERIODIC, params))
+    assert tokens_of(requests) == tokens_of(serve(plain(modes=PENALTIES), PERIODIC, params))
     assert engine.stats().spec_decode_num_drafts == 0
     serve(engine, PERIODIC, greedy())
     assert engine.stats().spec_decode_num_drafts > 0
@@ -180,9 +176,9 @@ def test_batches_with_penalties_run_without_drafts():
 
 def test_warmup_compiles_the_steps_with_drafts():
     engine = speculating(modes=None)
-    engine.warmup([greedy()])
+    engine.warmup([sampling(min_tokens=1, logprobs=0)])
     compiled = engine.stats().compilations
-    serve(engine, PERIODIC, greedy())
+    serve(engine, PERIODIC, greedy(logprobs=0))
     assert engine.stats().compilations == compiled
     assert engine.stats().spec_decode_num_drafts > 0
 

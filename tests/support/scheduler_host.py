@@ -1,5 +1,6 @@
 """The host side of the engine without a device: schedules run on an allocator of lists."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput, SequenceOutput
+from pallas_paged.engine.schedule.draft_policy import DraftPolicy
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from tests.support.allocator_oracle import AllocatorOracle
@@ -73,7 +75,7 @@ class Host:
     """Runs schedules on an allocator that refuses wrong ones, and reads results one call late.
 
     A call of several steps ends with the last row that ends, as on the device, or with the first,
-    for what may end a call earlier.
+    for what may end a call earlier. In one with drafts a random number of them is right.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class Host:
         num_steps: int | Callable[[], int] = 1,
         cache: PrefixCache | None = None,
         ends_early: bool = True,
+        drafting: DraftPolicy | None = None,
+        max_tokens_of_call: int = 1,
         **sizes,
     ):
         """Put these sequences into the queue of a scheduler with SIZES, except those given."""
@@ -90,7 +94,10 @@ class Host:
         self.cache = PrefixCache(page_size=PAGE_SIZE) if caching else cache
         watermark = self.sizes.pop("watermark")
         pages = KVCacheManager(page_size=PAGE_SIZE, cache=self.cache, **self.sizes)
-        self.scheduler = Scheduler(pages, watermark=watermark)
+        self.scheduler = Scheduler(
+            pages, watermark=watermark, drafting=drafting, max_tokens_of_call=max_tokens_of_call
+        )
+        self.rng = random.Random(0)
         self.table = AllocatorOracle(
             num_pages=self.sizes["num_pages"],
             page_size=PAGE_SIZE,
@@ -158,7 +165,11 @@ class Host:
             assert chunk.start == len(self.table.tokens[chunk.sequence.running_slot])
         num_tokens = len(limits) + sum(map(len, chunks.values()))
         assert num_tokens <= self.sizes["max_num_batched_tokens"] and all(chunks.values())
-        assert scheduled.num_steps == 1 or not (chunks or self.scheduler.waiting)
+        if scheduled.num_drafts:
+            assert not (chunks or scheduled.resumed)
+            limits = self._accepted(limits)
+        else:
+            assert scheduled.num_steps == 1 or not (chunks or self.scheduler.waiting)
         sampled: dict[Sequence, list[int]] = {one: [] for one in limits}
         pages: dict[Sequence, list[int]] = {one: [] for one in [*limits, *chunks]}
         for step in range(scheduled.num_steps):
@@ -192,6 +203,16 @@ class Host:
                 break
         page_balance = self.scheduler.pages.page_balance
         return _Call(scheduled, sampled, pages, self.table.num_free, page_balance, self.num_frees)
+
+    def _accepted(self, limits: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Return how many tokens rows compute, which first take the pages of the most."""
+        rows = {one: limit for one, limit in limits.items() if one.slot not in self.finished}
+        lens = {one: len(self.table.tokens[one.running_slot]) for one in rows}
+        needed = (
+            -(-(lens[one] + x) // PAGE_SIZE) - -(-lens[one] // PAGE_SIZE) for one, x in rows.items()
+        )
+        assert sum(needed) <= self.table.num_free, "the schedule needs more pages than are free"
+        return {one: self.rng.randint(1, limit) for one, limit in limits.items()}
 
     def _check_prefixes(self) -> None:
         """A page that several rows hold, or one attaches, has the K/V of one prefix."""

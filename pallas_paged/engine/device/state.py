@@ -105,7 +105,7 @@ class BatchBuckets:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_steps: int
-    max_tokens_of_call: int
+    max_tokens_of_call: int = 1
     speculation: SpeculativeConfig | None = None
 
     @property

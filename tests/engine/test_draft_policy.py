@@ -96,7 +96,7 @@ def test_a_call_with_drafts_asks_for_all_tokens_that_its_steps_may_give():
 
 def test_where_pages_are_too_few_for_drafts_a_token_is_computed_without():
     """Of five pages the prompts take four, which have room for a token each."""
-    each = make_sequence(0, 7, new=9), make_sequence(1, 7, new=2)
+    each = make_sequence(0, 7, new=9), make_sequence(1, 7, new=9)
     host = Host(*each, drafting=Always(), max_tokens_of_call=10, num_pages=5)
     calls = [host.step() for _ in range(2)]
     assert [(len(call.decodes), call.num_drafts) for call in calls] == [(0, 0), (2, 0)]

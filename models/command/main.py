@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from models.command.options import (
     add_model_options,
     add_options,
     add_template_option,
+    json_object,
     status_of,
 )
 from models.command.signals import Signals
@@ -118,16 +118,6 @@ def _read_lines(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
-    return value
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -156,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add_template_option(prompts)
     prompts.add_argument(
         "--chat-template-kwargs",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}',
     )

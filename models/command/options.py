@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -95,6 +96,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compute what prompts share only once (yes)",
     )
+    engine.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help="verify drafts of several tokens in a step, such as"
+        ' {"method": "ngram", "num_speculative_tokens": 4} (no drafts)',
+    )
     engine.add_argument("--implementation", metavar="NAME", help="of attention (the best here)")
     engine.add_argument(
         "--compilation-cache",
@@ -102,6 +110,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"
         " pallas_paged in the user's cache folder)",
     )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read an option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return value
 
 
 def add_template_option(group: Any) -> None:

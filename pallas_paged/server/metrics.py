@@ -43,6 +43,12 @@ _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Times that a sequence gave up its pages."),
     "num_steps": ("num_steps", "Steps of the model."),
     "num_compilations": ("compilations", "Steps compiled."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Times that a sequence had drafts."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Drafts."),
+    "spec_decode_num_accepted_tokens": (
+        "spec_decode_num_accepted_tokens",
+        "Drafts that were right.",
+    ),
 }
 
 
@@ -174,3 +180,12 @@ class _StatsCollector(Collector):
             for family, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
                 for name, (field, text) in metrics.items():
                     yield metric(family, name, text, getattr(self.newest, field))
+            accepted = CounterMetricFamily(
+                f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+                "Drafts that were right, by their place behind the newest token.",
+                labels=["model_name", "position"],
+            )
+            each = self.newest.spec_decode_num_accepted_tokens_per_pos
+            for position, count in enumerate(each):
+                accepted.add_metric([self._model_name, str(position)], count)
+            yield accepted

@@ -335,3 +335,17 @@ def test_an_engine_of_one_device_takes_weights_from_any():
         assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == wanted
     leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in leaves)
+
+
+@pytest.mark.cpu_budget(12)  # programs of its own
+def test_drafts_on_two_devices_leave_the_tokens_as_they_are():
+    prompts, params = [[1, 2, 3, 4, 5] * 2, [7, 8] * 4], greedy(max_tokens=20)
+    config = dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+    )
+    engine = mesh_engine(modes=GREEDY, speculative_config=config)
+    steps_of(engine, 4)
+    engine.replicas[0].drafting.num_for = lambda num_rows: 3
+    wanted = tokens_of(serve(one_device(), prompts, params))
+    assert tokens_of(serve(engine, prompts, params)) == wanted
+    assert engine.stats().spec_decode_num_accepted_tokens > 0

@@ -38,12 +38,16 @@ ENGINE = {
     "num_preemptions_total": "num_preemptions",
     "num_steps_total": "num_steps",
     "num_compilations_total": "compilations",
+    "spec_decode_num_drafts_total": "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens_total": "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens_total": "spec_decode_num_accepted_tokens",
 }
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 
 def some_stats(start):
     values = {field.name: start + i for i, field in enumerate(fields(EngineStats))}
-    return EngineStats(**values | {"num_pages": 400})
+    return EngineStats(**values | {"num_pages": 400, PER_POSITION: (7, 5)})
 
 
 def without_histograms(values):
@@ -72,6 +76,8 @@ async def test_counters_of_the_engine(monkeypatch):
         used = stats.num_pages - stats.num_free_pages - stats.num_cached_pages
         values = {name: getattr(stats, field) for name, field in ENGINE.items()}
         values |= {"num_used_pages": used, "kv_cache_usage_perc": used / 400, "engine_up": is_up}
+        each = enumerate(getattr(stats, PER_POSITION))
+        values |= {f'{PER_POSITION}_total{{position="{place}"}}': count for place, count in each}
         outcomes = ("stop", "length", "abort", "timeout", "error")
         return values | {
             f'request_success_total{{finished_reason="{name}"}}': 0 for name in outcomes

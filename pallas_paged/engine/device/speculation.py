@@ -97,7 +97,7 @@ class _Verification:
         drawn, ended, logprobs, layers = self._compute(rows, found, num_drafts, layers)
         ahead = self.ahead
         fits = (drawn[:, :-1] == found) & (ahead[:-1] < num_drafts[:, None])
-        accepted = jnp.sum(jnp.cumprod(fits, axis=1, dtype=jnp.int32), axis=1)
+        accepted = jnp.min(jnp.where(fits, ahead.size - 1, ahead[:-1]), axis=1)
         first_end = jnp.min(jnp.where(ended, ahead, ahead.size), axis=1)
         num_new = jnp.where(rows.live, jnp.minimum(accepted, first_end) + 1, 0)
         places = jnp.where(ahead < num_new[:, None], rows.lens[:, None] + 1 + ahead, INT32_MAX)

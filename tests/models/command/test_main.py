@@ -91,6 +91,11 @@ def test_closed_pipe_ends_the_command_without_an_error_message(run, monkeypatch,
         ("--prompt x --num-pages 0", "num_pages=0 must be an integer in 1.."),
         ("--prompt x --max-num-seqs 9 --max-num-batched-tokens 9", "max_num_batched_tokens=9"),
         ("--prompt x --kv-cache-dtype int4", "argument --kv-cache-dtype: invalid"),
+        (
+            "--prompt x --speculative-config [1]",
+            "--speculative-config: '[1]' must be a JSON object",
+        ),
+        ('--prompt x --speculative-config {"methods":1}', "no 'methods'; did you mean 'method'?"),
         ("--prompt x --implementation fast", "implementation='fast' must be"),
         ("--prompt x --nonsense", "unrecognized arguments: --nonsense"),
         *(

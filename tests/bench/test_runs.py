@@ -11,7 +11,7 @@ from bench.parallel import __main__ as parallel
 from bench.parallel import calls as parallel_calls
 from bench.prefill import __main__ as prefill
 from bench.prefill import mla as mla_prompts
-from bench.serving import long_prompt, start, trainer
+from bench.serving import long_prompt, speculation, start, trainer
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
 from tests.support.marks import slow
@@ -160,6 +160,16 @@ def test_long_prompts_are_served_in_chunks_without_compiling(dry_run) -> None:
     assert len(one["seconds"]) == 2 and min(one["seconds"]) > 0
     assert one["num_steps"] == 3 and one["compilations"] == 0
     assert "| 40 | 3 |" in tables
+
+
+@pytest.mark.slow  # compiles the steps of three engines
+def test_drafts_of_a_text_that_repeats_are_right_and_of_random_tokens_are_not(dry_run) -> None:
+    sizes = ["--num-seqs", "2", "--percent", "0", "100", "--max-tokens", "40", "--runs", "1"]
+    run, _ = dry_run(speculation, "--shape", "tiny", *sizes)
+    random, repeats = (one["always"] for one in run["results"])
+    assert random["num_accepted"] < random["num_drafts"] / 4
+    assert repeats["num_accepted"] == repeats["num_drafts"] > 50 > repeats["num_steps"]
+    assert [one["without"]["num_steps"] for one in run["results"]] == [40, 40]
 
 
 def test_workload_is_that_of_nano_vllm() -> None:

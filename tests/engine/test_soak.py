@@ -30,6 +30,24 @@ def test_requests_in_a_storm_get_what_they_get_alone(caching, watermark, steps, 
     storm(engine, MODEL, rng, num_requests=num_requests, num_steps=num_steps)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_storm_with_drafts_gives_what_requests_get_alone_without(caching):
+    """Calls have drafts at random, where no request of theirs has penalties."""
+    rng = np.random.default_rng(caching)
+    config = dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+    )
+    engine = soak_engine(
+        MODEL, enable_prefix_caching=caching, watermark=0.0, speculative_config=config
+    )
+    engine.replicas[0].drafting.num_for = lambda num_rows: 3 * int(rng.random() < 0.7)
+    num_steps = lambda: int(rng.choice(ANY))  # noqa: E731
+    storm(engine, MODEL, rng, num_requests=300, num_steps=num_steps)
+    stats = engine.stats()
+    assert stats.spec_decode_num_drafts > 30 and stats.spec_decode_num_accepted_tokens > 0
+
+
 def resident_bytes() -> int:
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -47,6 +47,17 @@ def expected():
     return [greedy_tokens(PARAMS, prompt, 14) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
+def test_tokens_with_drafts_equal_numpy(expected):
+    config = dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+    )
+    engine = engine_of(num_pages=32, speculative_config=config)
+    engine.replicas[0].drafting.num_for = lambda num_rows: 3
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == expected
+    assert engine.stats().spec_decode_num_drafts > 0
+
+
 @pytest.mark.cpu_budget(8)  # compiles a step with chunks and one without
 def test_tokens_equal_numpy_in_chunks_with_a_cached_prefix_after_preemption_and_in_forks(expected):
     engine = engine_of(num_pages=13, watermark=0.0)

@@ -11,9 +11,11 @@ from pallas_paged.engine.device.drafts import find_ngrams
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.speculative_config import SpeculativeConfig
 from tests.support.engine_calls import (
+    MANY_PAGES,
     MODEL,
     PROMPTS,
     NumberTokenizer,
+    assert_copies_no_pool,
     assert_every_page_is_free,
     greedy,
     make_engine,
@@ -27,7 +29,7 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 from tests.support.mixed_model import MixedModel
 from tests.support.plain_model import PlainModel, greedy_tokens
 
@@ -161,6 +163,24 @@ def test_layers_with_a_window_keep_what_drafts_see(num_full_layers):
     assert tokens_of(requests) == [*wanted, wanted[-1]]
     assert engine.stats().spec_decode_num_accepted_tokens > 5
     assert_every_page_is_free(engine)
+
+
+@needs_triton
+@pytest.mark.slow  # interpreted
+def test_kernels_verify_drafts_as_the_plain_path_does():
+    options = dict(modes=GREEDY, implementation="triton", interpret=True)
+    engine = speculating(**options)
+    requests = serve(engine, PERIODIC[:2], greedy(max_tokens=16), check=False)
+    wanted = serve(plain(modes=GREEDY), PERIODIC[:2], greedy(max_tokens=16))
+    assert tokens_of(requests) == tokens_of(wanted)
+    assert engine.stats().spec_decode_num_accepted_tokens > 5
+
+
+@own_programs
+def test_a_step_with_drafts_copies_no_pool():
+    runner = speculating(modes=GREEDY, num_pages=MANY_PAGES).replicas[0].runner
+    batch = runner.empty_batch((4, 0, K), SamplingMode())
+    assert_copies_no_pool(runner.executor.lower(batch).compile(), runner.executor.pool_shape)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def decisions(policy, num_calls, num_rows=1, num_accepted=0.0):
     for _ in range(num_calls):
         found.append(policy.num_for(num_rows) > 0)
         if found[-1]:
-            policy.observe(100, round(100 * num_accepted))
+            policy.observe_drafts(100, round(100 * num_accepted))
     return found
 
 
@@ -38,7 +38,7 @@ def decisions(policy, num_calls, num_rows=1, num_accepted=0.0):
         (1, 0.0, False),
         (32, 0.5, True),  # 160 tokens of 200 that cost nothing
         (64, 0.5, False),  # 320 tokens: 1.6 times as long, for 1.5 tokens
-        (64, 1.0, True),
+        (64, 1.0, True),  # 1.6 times as long, for 2
         (200, 3.0, False),  # 5 times as long, for 4 tokens
         (400, 4.0, False),
     ],
@@ -55,12 +55,33 @@ def test_without_a_card_whose_rates_are_known_acceptance_decides_alone():
     assert not decisions(DraftPolicy(K, math.inf), 50, num_rows=1, num_accepted=0.0)[-1]
 
 
-def test_drafts_that_are_never_right_cost_one_call_in_many_and_return_when_they_are():
+def test_one_call_in_64_is_made_the_other_way_so_that_drafts_return_when_they_are_right():
     policy = DraftPolicy(K, 200.0)
-    decisions(policy, 100)
-    trials = decisions(policy, 650)
-    assert 8 <= sum(trials) <= 10
-    assert all(decisions(policy, 200, num_accepted=3.0)[-100:])
+    decisions(policy, 64)
+    assert sum(decisions(policy, 640)) == 10
+    assert sum(decisions(policy, 640, num_accepted=3.0)[-320:]) == 315
+
+
+def test_the_times_of_steps_count_more_than_the_rates_of_the_card():
+    """A mixture of experts, for example, reads more with more tokens."""
+    policy = DraftPolicy(K, 200.0)
+    policy.observe_step(8, False, 0.010)
+    assert all(decisions(policy, 10, num_rows=8, num_accepted=1.0))
+    policy.observe_step(8, True, 0.030)
+    assert not any(decisions(policy, 10, num_rows=8, num_accepted=1.0))
+    assert not any(decisions(policy, 10, num_rows=15, num_accepted=1.0))  # as many bits
+    assert all(decisions(policy, 10, num_rows=4, num_accepted=1.0))
+    policy.observe_step(8, True, 0.015)
+    assert all(decisions(policy, 10, num_rows=8, num_accepted=1.0)[1:])
+
+
+def test_a_pause_within_a_step_is_forgotten_with_the_next():
+    policy = DraftPolicy(K, 200.0)
+    for seconds in (0.010, 30.0):
+        policy.observe_step(1, False, seconds)
+    for seconds in (30.0, 0.012):
+        policy.observe_step(1, True, seconds)
+    assert all(decisions(policy, 20, num_accepted=0.5))
 
 
 def test_no_trial_is_made_where_even_right_drafts_would_not_pay():

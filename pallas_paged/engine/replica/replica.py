@@ -269,6 +269,9 @@ class Replica:
             # Calls are read one after another, so this is the time of the device. If the device was
             # done before, it is the host's, which takes about as long for a call of more steps.
             seconds = (now - self._last_read) / num_steps
+            if self.drafting is not None and not is_late:
+                num_rows = len(call.scheduled.decodes)
+                self.drafting.observe_step(num_rows, drafts is not None, seconds)
             self._step_seconds = min(self._step_seconds, seconds) / 2 if is_late else seconds
         self._last_read = now
 

@@ -133,7 +133,7 @@ class Scheduler:
         """
         self.pages.observe(output.num_free, page_balance)
         if (drafts := output.drafts) is not None and self._drafting is not None:
-            self._drafting.observe(drafts.num_rows, sum(drafts.num_accepted_per_pos))
+            self._drafting.observe_drafts(drafts.num_rows, sum(drafts.num_accepted_per_pos))
         for one in output.sequences:
             scheduled, sequence = one.scheduled, one.scheduled.sequence
             self.pages.store(sequence, one.pages, one.window_pages)

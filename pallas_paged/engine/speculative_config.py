@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pallas_paged.checks import check_integer
+from pallas_paged.checks import check_integer, check_number
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 _MAX_NGRAM = 64  # of a lookup, which compares all known tokens once for each of its own
 _DEFAULT_NGRAM = 5  # as in vLLM
+_OF_METHODS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": ("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +25,13 @@ class SpeculativeConfig:
     Attributes:
         num_speculative_tokens: drafts of a row in each step, at most.
         method: "ngram": the tokens that followed the newest ones where these stood before.
-        prompt_lookup_max, prompt_lookup_min: most and fewest of the newest tokens that must have
-            stood there, at most 64. One that is None is as the other; both None: 5.
+            "suffix": likewise, in the other completions of the request too.
+        prompt_lookup_max, prompt_lookup_min: of "ngram", most and fewest of the newest tokens that
+            must have stood there, at most 64. One that is None is as the other; both None: 5.
+        suffix_decoding_max_tree_depth: of "suffix", most of the newest tokens that are compared, at
+            most 64; None: 24.
+        suffix_decoding_max_spec_factor: of "suffix", drafts for each token that stood there; None:
+            1.
 
     Raises:
         ValueError: a value is out of its range.
@@ -32,6 +41,8 @@ class SpeculativeConfig:
     method: str = "ngram"
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -39,14 +50,28 @@ class SpeculativeConfig:
             names = ", ".join(METHODS)
             raise ValueError(f"method={self.method!r} of speculative_config must be {names}{near}")
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
-        most, least = self.prompt_lookup_max, self.prompt_lookup_min
-        if most is None:
-            most = _DEFAULT_NGRAM if least is None else least
-        least = most if least is None else least
+        for method, fields_of in _OF_METHODS.items():
+            for name in fields_of:
+                if method != self.method and getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)!r} is of method={method!r}")
+        if self.method == "suffix":
+            self._default("suffix_decoding_max_tree_depth", 24)
+            self._default("suffix_decoding_max_spec_factor", 1.0)
+            depth, factor = (getattr(self, name) for name in _OF_METHODS["suffix"])
+            check_integer("suffix_decoding_max_tree_depth", depth, 1, _MAX_NGRAM)
+            check_number("suffix_decoding_max_spec_factor", factor)
+            if factor <= 0:
+                raise ValueError(f"suffix_decoding_max_spec_factor={factor} must be above 0")
+            return
+        self._default("prompt_lookup_max", self.prompt_lookup_min or _DEFAULT_NGRAM)
+        self._default("prompt_lookup_min", self.prompt_lookup_max)
+        most, least = (getattr(self, name) for name in _OF_METHODS["ngram"])
         check_integer("prompt_lookup_max", most, 1, _MAX_NGRAM)
         check_integer("prompt_lookup_min", least, 1, most)
-        object.__setattr__(self, "prompt_lookup_max", most)
-        object.__setattr__(self, "prompt_lookup_min", least)
+
+    def _default(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any]) -> SpeculativeConfig:
@@ -68,6 +93,21 @@ class SpeculativeConfig:
             if name not in given:
                 raise ValueError(f"speculative_config={dict(given)!r:.80} must have {name!r}")
         return cls(**given)
+
+    @property
+    def longest_match(self) -> int:
+        """Most of the newest tokens that are looked for."""
+        return self.prompt_lookup_max or self.suffix_decoding_max_tree_depth or 1
+
+    @property
+    def shortest_match(self) -> int:
+        """Fewest of the newest tokens that must be found."""
+        return self.prompt_lookup_min or 1
+
+    @property
+    def drafts_of_a_token(self) -> float:
+        """Most drafts for each token that was found."""
+        return self.suffix_decoding_max_spec_factor or float(self.num_speculative_tokens)
 
     @property
     def tokens_of_step(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import EngineConfig
-from pallas_paged.engine.device.drafts import find_ngrams
+from pallas_paged.engine.device.drafts import History, find_drafts
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.speculative_config import SpeculativeConfig
 from tests.support.engine_calls import (
@@ -35,6 +35,7 @@ from tests.support.plain_model import PlainModel, greedy_tokens
 
 K = 3
 CONFIG = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_max=3, prompt_lookup_min=1)
+SUFFIX = dict(method="suffix", num_speculative_tokens=K)
 # Each mode has programs of its own, which take some seconds to compile: most tests have the first.
 MODES = [SamplingMode(processors=True, draws=True, logprobs=0)]
 ALL = [SamplingMode(filters=2, processors=True, draws=True, logprobs=20)]
@@ -90,13 +91,17 @@ def mixed(**filters):
 
 @own_programs
 @pytest.mark.parametrize(
-    ("num_steps", "modes", "filters"),
-    [(4, MODES, {}), *slow((n, ALL, dict(top_k=3, top_p=0.9)) for n in (1, 2, 4, 8))],
+    ("config", "num_steps", "modes", "filters"),
+    [
+        (CONFIG, 4, MODES, {}),
+        *slow((CONFIG, n, ALL, dict(top_k=3, top_p=0.9)) for n in (1, 2, 4, 8)),
+        *slow([(SUFFIX, 4, MODES, {})]),
+    ],
 )
-def test_tokens_and_logprobs_equal_those_without_drafts(num_steps, modes, filters):
+def test_tokens_and_logprobs_equal_those_without_drafts(config, num_steps, modes, filters):
     """The pool is too small for all requests at once, so some are preempted."""
     prompts, params = PERIODIC + PROMPTS[:2], mixed(**filters)
-    engine = speculating(num_steps=num_steps, modes=modes)
+    engine = speculating(config=config, num_steps=num_steps, modes=modes)
     requests = serve(engine, prompts, params)
     assert_equal_results(requests, serve(plain(modes=modes), prompts, params))
     stats = engine.stats()
@@ -206,29 +211,75 @@ def test_warmup_compiles_the_steps_with_drafts():
 # The drafts alone.
 
 
-def drafted(tokens, num_drafts, most, least):
-    """What followed the latest of the longest matches, and then again what was drafted."""
-    for size in range(min(most, len(tokens) - 1), least - 1, -1):
-        for end in range(len(tokens) - 2, size - 2, -1):
-            if tokens[end + 1 - size : end + 1] == tokens[len(tokens) - size :]:
-                period = len(tokens) - 1 - end
-                return [tokens[end + 1 + i % period] for i in range(num_drafts)]
-    return []
+def drafted(texts, num_drafts, most, least):
+    """What followed the latest of the longest matches, those in the first text before others.
+
+    Those of the first text go on with what was drafted.
+    """
+    tokens = texts[0]
+    for size in range(min(most, len(tokens)), least - 1, -1):
+        for text in texts:
+            for end in range(len(text) - 2, size - 2, -1):
+                if text[end + 1 - size : end + 1] == tokens[len(tokens) - size :]:
+                    period = len(text) - 1 - end
+                    if text is tokens:
+                        return size, [text[end + 1 + i % period] for i in range(num_drafts)]
+                    return size, text[end + 1 :][:num_drafts]
+    return 0, []
+
+
+def random_history(seed, num_rows, groups):
+    rng = np.random.default_rng(seed)
+    lens = rng.integers(1, 25, num_rows).astype(np.int32)
+    token_ids = np.where(np.arange(24) < lens[:, None], rng.integers(0, 3, (num_rows, 24)), -1)
+    history = History(token_ids=jnp.asarray(token_ids, jnp.int32), groups=jnp.asarray(groups))
+    texts = [row[:size].tolist() for row, size in zip(token_ids, lens, strict=True)]
+    return history, jnp.arange(num_rows), jnp.asarray(lens), texts
 
 
 @pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2)])
 def test_drafts_follow_the_latest_of_the_longest_matches(most, least):
-    rng = np.random.default_rng(most)
-    history = rng.integers(0, 3, (200, 24)).astype(np.int32)
-    lens = rng.integers(1, 25, 200).astype(np.int32)
+    *arrays, texts = random_history(most, 200, np.zeros(200, np.int32))
     config = SpeculativeConfig(
         num_speculative_tokens=5, prompt_lookup_max=most, prompt_lookup_min=least
     )
-    drafts, counts = map(np.asarray, find_ngrams(jnp.asarray(history), jnp.asarray(lens), config))
-    for row, size in enumerate(lens):
-        wanted = drafted(history[row, :size].tolist(), 5, most, least)
-        assert drafts[row, : counts[row]].tolist() == wanted
+    drafts, counts = map(np.asarray, find_drafts(*arrays, config))
+    for row, text in enumerate(texts):
+        assert drafts[row, : counts[row]].tolist() == drafted([text], 5, most, least)[1]
     assert {*counts.tolist()} == {0, 5}
+
+
+def test_suffixes_are_found_in_the_group_too_and_longer_ones_have_more_drafts():
+    """Rows of two groups; of matches of one length those in the row itself come first."""
+    groups = np.arange(60, dtype=np.int32) // 2
+    *arrays, texts = random_history(0, 60, groups)
+    config = SpeculativeConfig(
+        method="suffix",
+        num_speculative_tokens=5,
+        suffix_decoding_max_tree_depth=4,
+        suffix_decoding_max_spec_factor=1.5,
+    )
+    drafts, counts = map(np.asarray, find_drafts(*arrays, config))
+    from_others = 0
+    for row, text in enumerate(texts):
+        size, wanted = drafted([text, texts[row ^ 1]], 5, 4, 1)
+        assert drafts[row, : counts[row]].tolist() == wanted[: int(1.5 * size)]
+        from_others += wanted != drafted([text], 5, 4, 1)[1]
+    assert from_others > 10 and {*counts.tolist()} >= {0, 1, 3, 4, 5}
+
+
+@own_programs
+def test_a_completion_is_drafted_from_one_that_has_ended():
+    """Three are sampled alike in two slots: the last has the other ones before it."""
+    accepted = []
+    for num_prompts in (1, 3):
+        engine = speculating(config=SUFFIX, modes=GREEDY, max_num_seqs=2)
+        params = greedy(max_tokens=20, n=3 // num_prompts)
+        requests = serve(engine, [PROMPTS[1]] * num_prompts, params)
+        wanted = greedy_tokens(MODEL, weights(), PROMPTS[1], 20)
+        assert tokens_of(requests) == [wanted] * 3
+        accepted.append(engine.stats().spec_decode_num_accepted_tokens)
+    assert accepted[0] > accepted[1] + 8
 
 
 # What the config takes.
@@ -244,6 +295,12 @@ def test_drafts_follow_the_latest_of_the_longest_matches(most, least):
         (dict(CONFIG, prompt_lookup_max=65), "prompt_lookup_max=65 must be"),
         (dict(method="ngram"), "must have 'num_speculative_tokens'"),
         (dict(num_speculative_tokens=2), "must have 'method'"),
+        (dict(CONFIG, method="suffix"), "prompt_lookup_max=3 is of method='ngram'"),
+        (dict(CONFIG, suffix_decoding_max_tree_depth=3), "=3 is of method='suffix'"),
+        (
+            dict(method="suffix", num_speculative_tokens=2, suffix_decoding_max_spec_factor=0),
+            "factor=0 must be above 0",
+        ),
         ("ngram", "speculative_config='ngram' must be a dict"),
     ],
 )

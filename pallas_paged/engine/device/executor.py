@@ -19,7 +19,7 @@ import numpy as np
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
-from pallas_paged.engine.device.drafts import set_history
+from pallas_paged.engine.device.drafts import create_history, set_history
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
@@ -167,7 +167,7 @@ class Executor:
             valid=placement.put(np.bool_(True)),
             history=None
             if config.speculation is None
-            else placement.put(np.zeros((config.max_num_seqs, max_len), np.int32)),
+            else placement.put(create_history(config.max_num_seqs, max_len)),
         )
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
         self._counts: TokenCounts | None = None
@@ -240,9 +240,9 @@ class Executor:
         self.state = replace(self.state, slots=slots)
 
     @_followed
-    def set_history(self, slot: np.int32, token_ids: np.ndarray) -> None:
+    def set_history(self, slot: np.int32, token_ids: np.ndarray, group: np.int32) -> None:
         """Set the tokens in which drafts for a slot are looked for, as `drafts.set_history`."""
-        history = self._set_history(self.state.history, slot, token_ids)
+        history = self._set_history(self.state.history, slot, token_ids, group)
         self.state = replace(self.state, history=history)
 
     @_followed

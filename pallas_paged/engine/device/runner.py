@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.device.drafts import DraftCounts
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.modes import fit_mode
@@ -103,7 +104,8 @@ class ModelRunner:
             self._count_tokens(no_slot, [0], [])
         if (history := self.executor.state.history) is not None:
             outside = np.int32(self.executor.config.max_num_seqs)
-            self.executor.set_history(outside, np.zeros(history.shape[1], np.int32))
+            tokens = np.zeros(history.token_ids.shape[1], np.int32)
+            self.executor.set_history(outside, tokens, np.int32(0))
         self.executor.wait()
 
     def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
@@ -122,8 +124,9 @@ class ModelRunner:
                 prompt, new = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
                 self._count_tokens(one.running_slot, prompt, new)
             if (history := self.executor.state.history) is not None and one.takes_drafts:
-                tokens = _padded(one.token_ids, history.shape[1], 0)
-                self.executor.set_history(np.int32(one.running_slot), tokens)
+                tokens = _padded(one.token_ids, history.token_ids.shape[1], -1)
+                group = np.int32(one.request.number % INT32_MAX)
+                self.executor.set_history(np.int32(one.running_slot), tokens, group)
         sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
         mode = reduce(or_, {one.mode for one in sequences})
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)

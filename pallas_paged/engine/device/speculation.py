@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_paged.checks import INT32_MAX, pytree
 from pallas_paged.engine.device.attend import hidden_of
-from pallas_paged.engine.device.drafts import DraftCounts, find_ngrams
+from pallas_paged.engine.device.drafts import DraftCounts, History, add_tokens, find_drafts
 from pallas_paged.engine.device.state import ChunkBatch, EngineState
 from pallas_paged.engine.device.step import (
     NOT_SAMPLED,
@@ -81,17 +81,15 @@ class _Verification:
         return replace(table, seq_lens=table.seq_lens.at[self.slots].set(lens, mode="drop"))
 
     def step(
-        self, rows: _Rows, history: jax.Array, layers: tuple[LayerKV, ...]
-    ) -> tuple[_Rows, jax.Array, tuple[LayerKV, ...], tuple[Any, ...], DraftCounts]:
+        self, rows: _Rows, history: History, layers: tuple[LayerKV, ...]
+    ) -> tuple[_Rows, History, tuple[LayerKV, ...], tuple[Any, ...], DraftCounts]:
         """Draft, compute and draw.
 
         Returns:
             The rows, the history and the cache after the step; the tokens `i32[R, W]` and their
             log-probabilities; and the counts. Of the tokens those are new that `rows.lens` counts.
         """
-        found, num_found = find_ngrams(
-            history.at[self.slots].get(mode="clip"), rows.lens + 1, self.config
-        )
+        found, num_found = find_drafts(history, self.slots, rows.lens + 1, self.config)
         num_drafts = jnp.clip(self.limits - rows.lens - 1, 0, num_found)
         num_drafts = jnp.where(rows.live, num_drafts, 0)
         drawn, ended, logprobs, layers = self._compute(rows, found, num_drafts, layers)
@@ -101,7 +99,7 @@ class _Verification:
         first_end = jnp.min(jnp.where(ended, ahead, ahead.size), axis=1)
         num_new = jnp.where(rows.live, jnp.minimum(accepted, first_end) + 1, 0)
         places = jnp.where(ahead < num_new[:, None], rows.lens[:, None] + 1 + ahead, INT32_MAX)
-        history = history.at[self.slots[:, None], places].set(jnp.maximum(drawn, 0), mode="drop")
+        history = add_tokens(history, self.slots[:, None], places, drawn)
         newest = jnp.take_along_axis(drawn, jnp.maximum(num_new - 1, 0)[:, None], axis=1)[:, 0]
         right = ahead[:-1] < jnp.minimum(accepted, num_new)[:, None]
         counts = DraftCounts(

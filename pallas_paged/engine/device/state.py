@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.checks import pytree
+from pallas_paged.engine.device.drafts import History
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling.sampler import SamplingMetadata, hash_prompt
@@ -226,8 +227,8 @@ class EngineState:
             if their part of the pool has pages of its own. It is smaller than the other, so the
             number of a layer's pages says which table is its own.
         kept_tokens: static, newest tokens of a row whose pages that table keeps.
-        history: `i32[S, max_len]`, the tokens of the slots in which drafts are looked for; None if
-            the engine never speculates.
+        history: the tokens of the slots, in which drafts are looked for; None if the engine never
+            speculates.
     """
 
     table: PageTable
@@ -236,7 +237,7 @@ class EngineState:
     valid: jax.Array
     window_table: PageTable | None = None
     kept_tokens: int = field(default=0, metadata=dict(static=True))
-    history: jax.Array | None = None
+    history: History | None = None
 
 
 @pytree

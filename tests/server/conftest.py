@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import shutil
 
 import pytest
 
@@ -34,3 +35,33 @@ def no_errors_in_the_log(caplog):
     yield
     bad = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not bad, [record.getMessage() for record in bad]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no Chromium is installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page, without an error or a message in its console."""
+    from playwright import sync_api
+
+    problems = []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: problems.append(error.message))
+    page.on("console", lambda message: problems.append(message.text))
+    page.goto(server.url)
+    sync_api.expect(page.locator("#model")).to_contain_text("small, 256 tokens")
+    yield page
+    page.close()
+    assert not problems

@@ -1,53 +1,15 @@
 """The page of the server in a headless Chromium."""
 
-import itertools
 import json
-import math
 import re
-import shutil
 
 import pytest
 
 from tests.support.servers import RunningServer, expected_text
 
 sync_api = pytest.importorskip("playwright.sync_api")
-FOUND = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
-CHROMIUM = next(FOUND, None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser, server):
-    """The page, without an error or a message in its console."""
-    problems = []
-    page = browser.new_page()
-    page.on("pageerror", lambda error: problems.append(error.message))
-    page.on("console", lambda message: problems.append(message.text))
-    page.goto(server.url)
-    sync_api.expect(page.locator("#model")).to_contain_text("small, 256 tokens")
-    yield page
-    page.close()
-    assert not problems
-
-
-def send(page, text, **settings):
-    for name, value in settings.items():
-        page.locator(f"#{name}").fill(str(value))
-    page.get_by_label("Message").fill(text)
-    page.keyboard.press("Enter")
-
-
-def answers(page):
-    sync_api.expect(page.locator("#send")).to_be_visible(timeout=60_000)
-    return page.locator(".message.assistant").all_text_contents()
+from tests.support.server_page import answers, send, show_pool  # noqa: E402
 
 
 def test_a_conversation(page):
@@ -205,108 +167,6 @@ def test_errors_are_shown(page):
     send(page, "Hi")
     sync_api.expect(page.get_by_role("alert")).to_have_text("too late")
     assert answers(page) == []
-
-
-# The colours of the cells of the map by rows, each as [r, g, b, alpha] at its top and its bottom.
-CELLS = """() => {
-  const map = document.getElementById("map");
-  const { width, height } = map;
-  const context = new OffscreenCanvas(width, height).getContext("2d");
-  context.drawImage(map, 0, 0);
-  const { data } = context.getImageData(0, 0, width, height);
-  const pixel = (x, y) => [...data.slice(4 * (y * width + x), 4 * (y * width + x) + 4)];
-  const runs = (length, at) => {
-    const found = [];
-    for (let i = 0; i < length; i += 1) {
-      if (at(i)[3] && !(i && at(i - 1)[3])) found.push([i, i]);
-      if (at(i)[3]) found.at(-1)[1] = i;
-    }
-    return found;
-  };
-  return runs(height, (y) => pixel(0, y)).map(([top, bottom]) =>
-    runs(width, (x) => pixel(x, bottom)).map(([x]) => [pixel(x, top), pixel(x, bottom)]));
-}"""
-
-
-def cells_of(page):
-    """The colours of all cells, which are the same all over."""
-    cells = [cell for row in page.evaluate(CELLS) for cell in row]
-    assert all(top == bottom and bottom[3] == 255 for top, bottom in cells)
-    return [tuple(bottom[:3]) for _, bottom in cells]
-
-
-def swatch(page, selector):
-    style = f"getComputedStyle(document.querySelector({selector!r}), '::before').backgroundColor"
-    return tuple(map(int, re.findall(r"\d+", page.evaluate(style))))
-
-
-def are_apart(colours):
-    return all(math.dist(a, b) > 50 for a, b in itertools.combinations(colours, 2))
-
-
-def show_pool(page, runs, *, pages_per_cell=1, num_tokens=None, replicas=1, **counts):
-    """Let the page draw a pool; these are its runs and counts in each replica."""
-    counts = dict(used=0, shared=0, cached=0, free=0) | counts
-    replica = {"runs": runs, "num_tokens": num_tokens or {}, "counts": counts}
-    replica["num_pages"] = sum(counts.values())
-    body = {"page_size": 16, "pages_per_cell": pages_per_cell, "replicas": [replica] * replicas}
-    page.route("**/pool", lambda route: route.fulfill(body=json.dumps(body)))
-    text = f"{replica['num_pages'] * replicas} pages"
-    sync_api.expect(page.locator("#scale")).to_contain_text(text)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_map_has_a_colour_for_each_state_and_request(page, scheme):
-    page.emulate_media(color_scheme=scheme)
-    runs = [*([number, 2] for number in range(24)), ["shared", 3], ["cached", 5], ["free", 7]]
-    show_pool(page, runs, used=48, shared=3, cached=5, free=7)
-    states = [swatch(page, f"#pages .{name} dt") for name in ("shared", "cached", "free")]
-    cells = cells_of(page)
-    assert cells[48:] == [states[0]] * 3 + [states[1]] * 5 + [states[2]] * 7
-    requests = cells[0:48:2]
-    assert cells[:48] == [one for one in requests for _ in range(2)]
-    assert are_apart([*requests, *states])
-    assert swatch(page, "#requests li") == requests[0]
-    legend = [*map(str, range(8)), "and 16 more"]
-    assert page.locator("#requests li").all_text_contents() == legend
-    numbers = [page.locator(f"#{x}").inner_text() for x in ("used", "shared", "cached", "free")]
-    assert numbers == ["48", "3", "5", "7"]
-    text = "Of 63 pages: 48 used, 3 shared, 5 cached, 7 free"
-    assert page.locator("#map").get_attribute("aria-label") == text
-    # The others keep their colours when some have ended, and new ones get other colours.
-    show_pool(page, [*([number, 1] for number in range(20, 30)), ["free", 30]], used=10, free=30)
-    cells = cells_of(page)
-    assert cells[:4] == requests[20:] and are_apart([*cells[:10], *states])
-
-
-def test_the_map_draws_pages_that_fill_replicas_and_large_pools(page):
-    show_pool(page, [[1, 2], ["free", 2]], num_tokens={1: 8}, used=2, free=2, replicas=2)
-    rows = page.evaluate(CELLS)
-    assert [len(row) for row in rows] == [4, 4]
-    for full, half, *_ in rows:
-        assert full[0] == full[1] and half[1] == full[1] and half[0][3] < 128
-    sync_api.expect(page.locator("#scale")).to_contain_text("in 2 replicas; 1 cell = 1 page")
-    show_pool(page, [[1, 4000], ["free", 96]], pages_per_cell=25, used=99_000, free=1000)
-    sync_api.expect(page.locator("#scale")).to_contain_text("1 cell = 25 pages")
-    assert len(cells_of(page)) == 4096
-    assert page.locator("#map").bounding_box()["height"] <= 300
-
-
-def test_the_pool_is_shown_while_it_changes(page, server):
-    server.call(server.service.engine.reset_prefix_cache())
-    free, cached = page.locator("#free"), page.locator("#cached")
-    sync_api.expect(free).to_have_text("64")
-    send(page, "x" * 100, max_tokens=100)
-    sync_api.expect(cached).not_to_have_text("0", timeout=60_000)
-    answers(page)
-    server.wait_until_idle()
-    sync_api.expect(page.locator("#used")).to_have_text("0")
-    sync_api.expect(page.locator("#running")).to_have_text("0")
-    cells = cells_of(page)
-    for name, number in (("free", free), ("cached", cached)):
-        assert cells.count(swatch(page, f"#pages .{name} dt")) == int(number.inner_text()) > 0
-    sync_api.expect(page.locator("#rate")).not_to_have_text("-")
-    assert page.locator("#line").get_attribute("points")
 
 
 def test_nothing_is_asked_while_the_view_is_closed_or_the_tab_hidden(browser, server):

@@ -134,7 +134,7 @@ def test_strict_tools_hold_the_arguments_of_free_answers(parsers):
 
 
 def answers(tmp_path, texts, parsers, **fields):
-    """Return the deltas and the whole message of an answer whose text comes in these pieces."""
+    """Return the deltas and the complete message of an answer whose text comes in these pieces."""
     names = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
     service = make_service(tmp_path, small_engine(tmp_path), **names)
     body = {"messages": MESSAGES} | fields
@@ -147,34 +147,34 @@ def answers(tmp_path, texts, parsers, **fields):
         return CompletionOutput(index=0, text=text, token_ids=[], finish_reason=reason)
 
     answer, prompt = parsed()
-    whole = answer.choice(0, prompt, output("".join(texts), "stop"))
+    complete = answer.choice(0, prompt, output("".join(texts), "stop"))
     answer, prompt = parsed()
     reasons = [None] * (len(texts) - 1) + ["stop"]
     deltas = [
         answer.delta(0, prompt, output(text, reason), is_first=i == 0)
         for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
     ]
-    return whole, deltas
+    return complete, deltas
 
 
 def test_reasoning_content_and_parallel_calls(tmp_path):
     calls = [f'<tool_call>{{"name": "g", "arguments": {{"x": {x}}}}}</tool_call>' for x in (1, 2)]
     texts = ["<think>H", "m.</thi", "nk>\nHi", " ", calls[0][:9], calls[0][9:] + calls[1]]
-    whole, deltas = answers(tmp_path, texts, ("hermes", "qwen3"), tools=[G])
-    message = whole["message"]
+    complete, deltas = answers(tmp_path, texts, ("hermes", "qwen3"), tools=[G])
+    message = complete["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hi", "Hm.")
     functions = [{"name": "g", "arguments": f'{{"x": {x}}}'} for x in (1, 2)]
     assert [one["function"] for one in message["tool_calls"]] == functions
     assert len({one["id"] for one in message["tool_calls"]}) == 2
-    assert whole["finish_reason"] == deltas[-1]["finish_reason"] == "tool_calls"
+    assert complete["finish_reason"] == deltas[-1]["finish_reason"] == "tool_calls"
     new = [one["delta"] for one in deltas if one is not None]
     assert new[0] == {"role": "assistant", "content": "", "reasoning_content": "H"}
     assert new[1:3] == [{"reasoning_content": "m."}, {"content": "Hi"}]
     (last,) = [one for one in new if "tool_calls" in one]
     assert [(x["index"], x["function"]) for x in last["tool_calls"]] == [*enumerate(functions)]
     options = {"tools": [G], "parallel_tool_calls": False}
-    whole, _ = answers(tmp_path, texts, ("hermes", "qwen3"), **options)
-    assert len(whole["message"]["tool_calls"]) == 1
+    complete, _ = answers(tmp_path, texts, ("hermes", "qwen3"), **options)
+    assert len(complete["message"]["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("parsers", PARSERS)
@@ -184,15 +184,15 @@ def test_an_answer_of_a_format_is_content_also_if_the_prompt_opens_the_reasoning
     monkeypatch.setattr("tests.support.servers.CHAT_TEMPLATE", "{{ tools }}<think>\n")
     texts = ['{"name": "g", ', '"parameters": {}}']
     options = {"tools": [G], "response_format": {"type": "json_object"}}
-    whole, deltas = answers(tmp_path, texts, parsers, **options)
-    assert whole["message"]["content"] == "".join(texts)
+    complete, deltas = answers(tmp_path, texts, parsers, **options)
+    assert complete["message"]["content"] == "".join(texts)
     assert [one["delta"]["content"] for one in deltas] == texts
 
 
 def test_a_prompt_that_opens_the_reasoning_begins_within_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.support.servers.CHAT_TEMPLATE", "{{ tools }}<think>\n")
-    whole, _ = answers(tmp_path, ["Hm.\n</think>\n", "\nHi"], ("hermes", "qwen3"))
-    message = whole["message"]
+    complete, _ = answers(tmp_path, ["Hm.\n</think>\n", "\nHi"], ("hermes", "qwen3"))
+    message = complete["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hi", "Hm.")
 
 
@@ -203,6 +203,6 @@ def test_calls_stay_content_without_tools_or_a_parser(tmp_path):
         (("hermes", "qwen3"), {"tools": [G], "tool_choice": "none"}),
         (("none", "none"), {"tools": [G]}),
     ):
-        whole, _ = answers(tmp_path, [text], parsers, **fields)
-        assert whole["message"] == {"role": "assistant", "content": text, "refusal": None}
-        assert whole["finish_reason"] == "stop"
+        complete, _ = answers(tmp_path, [text], parsers, **fields)
+        assert complete["message"] == {"role": "assistant", "content": text, "refusal": None}
+        assert complete["finish_reason"] == "stop"

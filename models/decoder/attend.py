@@ -95,6 +95,14 @@ class ParallelAttend(Attend, Protocol):
         """residual + x @ weight.T, whose columns are sharded; and its RMS norm."""
 
 
+@runtime_checkable
+class RoutedAttend(Attend, Protocol):
+    """An `Attend` that reports to which experts tokens went: the engine's."""
+
+    def record(self, experts: jax.Array) -> None:
+        """Take the experts i32[T, k] of the next layer with experts."""
+
+
 def dense_attend() -> Attend:
     """Causal attention within each row of [B, T], for training; a cache passes through."""
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.decoder.attend import Attend, LayerCache, ParallelAttend
+from models.decoder.attend import Attend, LayerCache, ParallelAttend, RoutedAttend
 from models.decoder.attention import Attention
 from models.decoder.config import ModelConfig, is_vocab_sharded
 from models.decoder.experts import SparseMLP
@@ -73,17 +73,23 @@ class DecoderLayer(nnx.Module):
         attend: Attend,
         cache: LayerCache | None,
         dropout: Dropout,
+        routed: jax.Array | None,
         out_norm: RMSNorm | None,
         qkv_proj: Linear | None,
-    ) -> tuple[jax.Array, Residual, LayerCache | None]:
-        """Run from the qkv of this layer to that of the next, or to the final norm."""
+    ) -> tuple[jax.Array, Residual, LayerCache | None, jax.Array | None]:
+        """Run from the qkv of this layer to that of the next, or to the final norm.
+
+        `routed` are experts i32[..., k] to be used, as in `Router`; those used are returned.
+        """
         attn, mlp = self.self_attn, self.mlp
         attended, cache = attn(qkv, rotation, attend, cache)
         if isinstance(mlp, SparseMLP) or mlp.activation != "silu" or self.has_post_norms:
             if isinstance(attended, UnmergedAttention):
                 attended = attended.merged()
-            x, out = self._separately(attended, residual.x, attend, dropout, out_norm)
-            return _product(out, qkv_proj), replace(residual, x=x), cache
+            x, out, routed = self._separately(
+                attended, residual.x, attend, dropout, routed, out_norm
+            )
+            return _product(out, qkv_proj), replace(residual, x=x), cache, routed
         assert out_norm is not None
         weights = BlockWeights(
             o=attn.o_proj.matrix,
@@ -103,7 +109,7 @@ class DecoderLayer(nnx.Module):
             dropout=None if dropout is identity else dropout,
             row_linear_norm=attend.row_linear_norm if isinstance(attend, ParallelAttend) else None,
         )
-        return out, residual, cache
+        return out, residual, cache, None
 
     def _separately(
         self,
@@ -111,8 +117,9 @@ class DecoderLayer(nnx.Module):
         x: jax.Array,
         attend: Attend,
         dropout: Dropout,
+        routed: jax.Array | None,
         out_norm: RMSNorm | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Do what `between_attentions` does, up to its last norm, for layers that it can't do."""
         after_attention: RMSNorm | None = None
         mlp_norm: RMSNorm | None = self.post_attention_layernorm
@@ -124,10 +131,12 @@ class DecoderLayer(nnx.Module):
         after_mlp = self.post_feedforward_layernorm
         if isinstance(self.mlp, MLP):
             features = self.mlp.features(normed)
-            return _add(features, self.mlp.down_proj, x, after_mlp, out_norm, attend, dropout)
-        out = self.mlp(normed, getattr(attend, "is_token", None))
+            down_proj = self.mlp.down_proj
+            x, out = _add(features, down_proj, x, after_mlp, out_norm, attend, dropout)
+            return x, out, None
+        out, routed = self.mlp(normed, getattr(attend, "is_token", None), routed)
         x = x + dropout(_normed(out, after_mlp))
-        return x, _normed(x, out_norm)
+        return x, _normed(x, out_norm), routed
 
 
 class Decoder(nnx.Module):
@@ -155,6 +164,7 @@ class Decoder(nnx.Module):
         cache: Sequence[LayerCache] | None = None,
         *,
         dropout: Dropout = identity,
+        routed_experts: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         """Run all layers and the final norm.
 
@@ -164,6 +174,9 @@ class Decoder(nnx.Module):
             attend: the attention of every layer, `dense_attend`, or the engine's.
             cache: what `attend` reads and writes, one entry per layer, or None.
             dropout: applied to the embeddings and to each residual branch (training only).
+            routed_experts: i32[..., layers with experts, k], experts to use in place of the
+                router's choice, such as those of `Rollouts`; below 0: the router's own. Their
+                weights are this router's. None: the router's own.
 
         Returns:
             hidden [..., E], and the cache as `attend` left it (None for None).
@@ -187,11 +200,12 @@ class Decoder(nnx.Module):
             qkv: jax.Array,
             residual: Residual,
             layer_cache: LayerCache | None,
-        ) -> tuple[jax.Array, Residual, LayerCache | None]:
+            routed: jax.Array | None,
+        ) -> tuple[jax.Array, Residual, LayerCache | None, jax.Array | None]:
             layer, *after = nnx.merge(structure, weights)
             has_window = self.config.latent is None and layer.self_attn.sliding_window is not None
             turned = window_angles if has_window else angles
-            return layer(qkv, residual, turned, attend, layer_cache, dropout, *after)
+            return layer(qkv, residual, turned, attend, layer_cache, dropout, routed, *after)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
@@ -210,10 +224,17 @@ class Decoder(nnx.Module):
         ]
         after.append((self.norm, None))
         new_caches: list[LayerCache] = []
+        num_routed = 0  # layers with experts so far
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
             parts = nnx.split((layer, *after[index]))
-            out, residual, new_cache = run(*parts, out, residual, layer_cache)
+            given = None
+            if isinstance(layer.mlp, SparseMLP):
+                given = None if routed_experts is None else routed_experts[..., num_routed, :]
+                num_routed += 1
+            out, residual, new_cache, routed = run(*parts, out, residual, layer_cache, given)
+            if routed is not None and isinstance(attend, RoutedAttend):
+                attend.record(routed)
             if new_cache is not None:
                 new_caches.append(new_cache)
         return out, None if cache is None else tuple(new_caches)

@@ -29,8 +29,12 @@ class Router(nnx.Module):
         bias = jnp.zeros(num_experts, jnp.float32)
         self.e_score_correction_bias = nnx.Param(bias) if self.config.is_sigmoid else None
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tokens [T, E] to the experts that are chosen, i32[T, k], and their weights f32[T, k]."""
+    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Tokens [T, E] to the experts that are chosen, i32[T, k], and their weights f32[T, k].
+
+        Experts `given`, i32[T, k], are taken in place of those, except where they are below 0. The
+        weights are always of this router's scores at the experts, so that it gets gradients.
+        """
         config, num_experts = self.config, self.config.n_routed_experts
         logits = jnp.matmul(
             x.astype(jnp.float32),
@@ -52,6 +56,9 @@ class Router(nnx.Module):
         place = jnp.arange(config.num_experts_per_tok)
         is_place = _ranks(choice)[:, None] == place[:, None]  # [T, k, X]
         experts = jnp.argmax(is_place, axis=-1).astype(jnp.int32)
+        if given is not None:
+            experts = jnp.where(given < 0, experts, given.astype(jnp.int32))
+            is_place = experts[..., None] == jnp.arange(num_experts)
         weights = jnp.where(is_place, scores[:, None], 0.0).sum(axis=-1)
         if config.norm_topk_prob:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -96,14 +103,27 @@ class SparseMLP(nnx.Module):
         size = config.experts.shared_size
         self.shared_experts = MLP(config, size, dtype=dtype, rngs=rngs) if size else None
 
-    def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
-        """Tokens [..., E] to [..., E]; where `is_token` [...] is false, of no routed expert."""
+    def __call__(
+        self,
+        x: jax.Array,
+        is_token: jax.Array | None = None,
+        given: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens [..., E] to [..., E], and the experts that they were routed to, i32[..., k].
+
+        Where `is_token` [...] is false, no routed expert computes. `given` is as in `Router`.
+        """
         tokens = x.reshape(-1, x.shape[-1])
-        experts, weights = self.gate(tokens)
+        if given is not None:
+            given = given.reshape(len(tokens), -1)
+        experts, weights = self.gate(tokens, given)
+        routed = experts.reshape(*x.shape[:-1], -1)
         if is_token is not None:
             experts = jnp.where(is_token.reshape(-1, 1), experts, self.gate.weight.shape[0])
         out = self.experts(tokens, experts, weights).reshape(x.shape)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out, routed
 
 
 def _ranks(scores: jax.Array) -> jax.Array:

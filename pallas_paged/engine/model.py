@@ -238,6 +238,16 @@ class Attend(Protocol):
             The output `[T, Hq, v_head_dim]`, and the layer with the new latents.
         """
 
+    def record(self, experts: jax.Array) -> None:
+        """Report the experts to which a layer routed the tokens, for requests that ask for them.
+
+        To be called once by each layer with experts, in order, outside of loops and inner
+        functions that JAX traces. It costs nothing where no request of the batch asks.
+
+        Args:
+            experts: `i32[T, k]`, of k for all layers; those of padding are not used.
+        """
+
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """Return `x @ weight.T`, where each device has a shard of the columns of both.
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, overload
 
+import numpy as np
+
 FinishReasonName = Literal["stop", "length", "abort", "error"]
 
 
@@ -148,6 +150,9 @@ class CompletionOutput:
         finish_reason: None while the completion runs.
         stop_reason: the stop text or the stop token's id that ended it; None for all other ends,
             the end of sequence included.
+        routed_experts: `i16[prompt + tokens - 1, layers with experts, k]`, the experts of each
+            token but the last, which the model did not compute; -1 where an abort came before.
+            None while the completion runs, or if the request does not ask for them.
     """
 
     index: int
@@ -157,6 +162,7 @@ class CompletionOutput:
     logprobs: LogprobSequence | None = None
     finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None
+    routed_experts: np.ndarray | None = None
 
     def since(self, num_tokens: int, num_characters: int) -> CompletionOutput:
         """Return what is new since it had these numbers of tokens and characters."""
@@ -168,6 +174,7 @@ class CompletionOutput:
             logprobs=None if self.logprobs is None else self.logprobs[num_tokens:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            routed_experts=self.routed_experts,
         )
 
     def add(self, new: CompletionOutput) -> None:
@@ -178,6 +185,7 @@ class CompletionOutput:
             self.logprobs.extend(new.logprobs)
         self.cumulative_logprob = new.cumulative_logprob
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+        self.routed_experts = new.routed_experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,6 +27,9 @@ class Rollouts:
         lens: `i32[B]` tokens of each completion.
         logprobs: `f32[B, T]` log-probability of each token, 0 in the padding; None if the
             requests did not ask for them.
+        routed_experts: `i16[B, P + T - 1, layers with experts, k]`, the experts of the tokens of
+            `concatenate([prompt_token_ids, token_ids], axis=1)[:, :-1]`; -1 in the padding and for
+            the last token of a completion. None if the requests did not ask for them.
         finish_reasons: `i32[B]`, values of `FinishReason`.
         request_index: `i32[B]`, which of the outputs each completion is from.
     """
@@ -36,6 +39,7 @@ class Rollouts:
     token_ids: np.ndarray
     lens: np.ndarray
     logprobs: np.ndarray | None
+    routed_experts: np.ndarray | None
     finish_reasons: np.ndarray
     request_index: np.ndarray
 
@@ -71,7 +75,7 @@ class Rollouts:
 
         Raises:
             ValueError: a completion has not finished, a prompt or a completion is too long, or
-                only some completions have log-probabilities.
+                only some completions have log-probabilities or routed experts.
         """
         check_integer("pad_token_id", pad_token_id, -(2**31))
         rows = [
@@ -91,14 +95,18 @@ class Rollouts:
         prompt_token_ids = _padded(prompts, max_prompt_len, pad_token_id, np.int32, left=True)
         tokens = [completion.token_ids for completion in completions]
         lens = _lens("max_tokens", tokens, max_tokens)
+        padded_tokens = _padded(tokens, max_tokens, pad_token_id, np.int32)
         logprobs = _logprobs(completions)
         reasons = [FinishReason[str(one.finish_reason).upper()] for one in completions]
         return cls(
             prompt_token_ids=prompt_token_ids,
             prompt_lens=prompt_lens,
-            token_ids=_padded(tokens, max_tokens, pad_token_id, np.int32),
+            token_ids=padded_tokens,
             lens=lens,
             logprobs=None if logprobs is None else _padded(logprobs, max_tokens, 0, np.float32),
+            routed_experts=_routed_experts(
+                completions, prompt_lens, prompt_token_ids.shape[1], padded_tokens.shape[1]
+            ),
             finish_reasons=np.array(reasons, np.int32),
             request_index=np.array([index for index, _, _ in rows], np.int32),
         )
@@ -145,3 +153,27 @@ def _logprobs(completions: Sequence[CompletionOutput]) -> list[list[float]] | No
         for one in completions
         if one.logprobs is not None
     ]
+
+
+def _routed_experts(
+    completions: Sequence[CompletionOutput], prompt_lens: np.ndarray, most: int, most_new: int
+) -> np.ndarray | None:
+    """Return the experts of all tokens, or None if no completion has any.
+
+    Args:
+        completions: each with experts or none.
+        prompt_lens: `i32[B]`.
+        most: P, to which prompts are padded.
+        most_new: T, to which completions are padded.
+    """
+    given = [one.routed_experts for one in completions if one.routed_experts is not None]
+    if not given:
+        return None
+    if len(given) < len(completions):
+        raise ValueError("routed_experts must be in all completions or in none")
+    size = max(most + most_new - 1, 0)
+    array = np.full((len(given), size, *given[0].shape[1:]), -1, np.int16)
+    for padded, experts, length in zip(array, given, prompt_lens, strict=True):
+        first = most - length
+        padded[first : first + len(experts)] = experts
+    return array

@@ -55,6 +55,8 @@ class SamplingParams:
         logprobs: number of most probable alternatives to report for each token, with the token's
             own log-probability. None reports nothing.
         prompt_logprobs: the same for the tokens of the prompt.
+        return_routed_experts: whether to report the experts to which each token was routed, of a
+            model with experts.
         detokenize: whether completions have text.
         structured_outputs: what the text of a completion must match; a completion that ends with
             "length" or at a stop text may be the beginning of such a text.
@@ -83,13 +85,14 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_integers()
         self._check_numbers()
-        for name in ("ignore_eos", "detokenize"):
+        for name in ("ignore_eos", "return_routed_experts", "detokenize"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a bool")
         self._set("top_k", max(self.top_k, 0))
@@ -234,6 +237,7 @@ class SamplingParams:
             "stop": bool(self.stop),
             "logprobs": self.logprobs is not None,
             "prompt_logprobs": self.prompt_logprobs is not None,
+            "return_routed_experts": self.return_routed_experts,
             "logit_bias": bool(self.logit_bias),
             "min_tokens": self.min_tokens > 0,
             "presence_penalty": self.presence_penalty != 0,
@@ -269,6 +273,7 @@ class SamplingMode:
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
         processors: rows may have a logit_bias or min_tokens.
         masks: rows may have structured outputs.
+        routed_experts: rows may ask for the experts of their tokens.
         draws: rows may have a temperature, and a min_p.
     """
 
@@ -278,6 +283,7 @@ class SamplingMode:
     logprobs: int = -1
     processors: bool = False
     masks: bool = False
+    routed_experts: bool = False
     draws: bool = False
 
     @classmethod
@@ -292,6 +298,7 @@ class SamplingMode:
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
             processors=bool(params.logit_bias or params.min_tokens),
             masks=params.structured_outputs is not None,
+            routed_experts=bool(params.return_routed_experts),
             draws=not params.greedy,
         )
 

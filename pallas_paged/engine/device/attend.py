@@ -97,6 +97,7 @@ class PagedAttend:
             peers: of the devices of a mesh.
         """
 
+        self._recorded: list[jax.Array] = []
         self._rows, self._chunks = decode_rows, chunks
         self._pages = self._of_table(table, slot_mapping, None)
         self._window_pages: _Pages | None = None
@@ -109,6 +110,14 @@ class PagedAttend:
         self.row_linear_norm = partial(row_linear_norm, peers=peers)
         self.embed = partial(embed, peers=peers)
         self._seen: list[jax.Array] = []  # pages that a call has taken or returned
+
+    def record(self, experts: jax.Array) -> None:
+        self._recorded.append(experts)
+
+    @property
+    def recorded(self) -> jax.Array | None:
+        """The experts that layers have reported, `i32[T, L, k]`; None if none has."""
+        return jnp.stack(self._recorded, axis=1) if self._recorded else None
 
     def add_window(self, table: PageTable, slot_mapping: jax.Array, sliding_window: int) -> None:
         """Let layers with the number of pages of another table use that one.

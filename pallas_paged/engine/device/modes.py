@@ -16,7 +16,8 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
     Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
-    penalties and log-probabilities cost time in every row. None is for any request.
+    penalties and log-probabilities cost time in every row. None is for any request without
+    structured outputs and routed experts.
     """
     if params is None:
         full = SamplingMode(
@@ -45,5 +46,5 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
 def fit_mode(mode: SamplingMode, shape: Shape) -> SamplingMode:
     """Return the part of a mode that a batch of this shape can need."""
     if len(shape) > 2:  # with drafts
-        return replace(mode, prompt_logprobs=-1, penalties=False, masks=False)
+        mode = replace(mode, penalties=False, masks=False, routed_experts=False)
     return mode if shape[1] else replace(mode, prompt_logprobs=-1)

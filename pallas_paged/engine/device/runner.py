@@ -298,6 +298,12 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
             return pages[first : first + num_tokens]
         return pages[row][:num_tokens] if pages else []
 
+    def routed(sequence: Sequence, place: Any) -> np.ndarray | None:
+        """Return the experts of a sequence's tokens, if it asks for them."""
+        if not sequence.mode.routed_experts or output.routed_experts is None:
+            return None
+        return np.asarray(output.routed_experts[place], np.int16)
+
     def sampled(sequence: Sequence, row: int) -> tuple[list[int], LogprobSequence | None]:
         token_ids = tokens[row]
         if token_ids[-1] == NOT_SAMPLED:
@@ -313,6 +319,10 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
         if (slot := decode.sequence.slot) is None:
             continue
         token_ids, logprobs = sampled(decode.sequence, slot if chunks else row)
+        place: Any = slice(len(token_ids)), row
+        if chunks:
+            first = output.slot_mapping.size - len(decodes) + row
+            place = slice(first, first + len(token_ids))
         sequences.append(
             SequenceOutput(
                 scheduled=decode,
@@ -320,6 +330,7 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
                 window_pages=decoded(window_pages, row, len(token_ids)),
                 token_ids=token_ids,
                 logprobs=logprobs,
+                routed_experts=routed(decode.sequence, place),
             )
         )
     start = 0
@@ -340,6 +351,7 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
                 token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                routed_experts=routed(sequence, slice(start, end)),
             )
             sequences.append(one)
         start = end

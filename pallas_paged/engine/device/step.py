@@ -59,6 +59,8 @@ class StepOutput:
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
         prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
         drafts: of a call that verifies drafts, or None.
+        routed_experts: of each token that was computed, `i32[K, R, L, k]`, or `i32[T, L, k]` with
+            chunks; None if the mode does not ask for them, or the model reports none.
     """
 
     token_ids: jax.Array
@@ -70,6 +72,7 @@ class StepOutput:
     num_free_window_pages: jax.Array | None = None
     window_slot_mapping: jax.Array | None = None
     drafts: DraftCounts | None = None
+    routed_experts: jax.Array | None = None
 
 
 Mappings = tuple[jax.Array, jax.Array | None]  # of the table, and of the window table
@@ -114,6 +117,10 @@ class Call:
         attend.add_window(table, window_mapping, window)
         return attend, (mapping, window_mapping)
 
+    def routed(self, attend: PagedAttend) -> jax.Array | None:
+        """Return the experts that the layers have reported, if the mode asks for them."""
+        return attend.recorded if self.batch.mode.routed_experts else None
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         return logits_of(self.model, self.params, hidden)
 
@@ -140,7 +147,8 @@ def decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result
         goes_on = ~slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
         state = replace(state, pool=KVPool(layers=layers), slots=slots)
-        return state, counts, (drawn, mappings, logprobs), jnp.all(ok) & jnp.any(goes_on)
+        outputs = drawn, mappings, logprobs, call.routed(attend)
+        return state, counts, outputs, jnp.all(ok) & jnp.any(goes_on)
 
     def body(carry: Any) -> Any:
         index, state, counts, outputs, _ = carry
@@ -151,8 +159,8 @@ def decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result
     index, most = jnp.int32(0), jnp.max(batch.num_steps)
     if batch.max_num_steps == 1:
         state, counts, outputs, _ = step(index, state, counts)
-        tokens, mappings, logprobs = jax.tree.map(lambda x: x[None], outputs)
-        return state, counts, output_of(state, tokens, mappings, logprobs, None)
+        tokens, mappings, logprobs, routed = jax.tree.map(lambda x: x[None], outputs)
+        return state, counts, output_of(state, tokens, mappings, logprobs, None, routed)
     one = jax.eval_shape(step, index, state, counts)[2]
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
@@ -160,8 +168,8 @@ def decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result
     # The condition computes something, although the body says all: in a CUDA graph XLA orders a
     # loop by the kernels of its condition, and without one it starts before its inputs are there.
     carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
-    _, state, counts, (tokens, mappings, logprobs), _ = carry
-    return state, counts, output_of(state, tokens, mappings, logprobs, None)
+    _, state, counts, (tokens, mappings, logprobs, routed), _ = carry
+    return state, counts, output_of(state, tokens, mappings, logprobs, None, routed)
 
 
 def prefill_and_decode(call: Call, state: EngineState, counts: TokenCounts | None) -> Result:
@@ -206,7 +214,8 @@ def prefill_and_decode(call: Call, state: EngineState, counts: TokenCounts | Non
     valid = state.valid & jnp.all(ok)
     state = replace(state, pool=KVPool(layers=layers), slots=slots, valid=valid)
     one = jax.tree.map(lambda x: x[None], logprobs)
-    return state, counts, output_of(state, drawn[None], mappings, one, prompt_logprobs)
+    routed = call.routed(attend)
+    return state, counts, output_of(state, drawn[None], mappings, one, prompt_logprobs, routed)
 
 
 def _sample(
@@ -289,6 +298,7 @@ def output_of(
     mappings: Mappings,
     logprobs: Logprobs | None,
     prompt_logprobs: Logprobs | None,
+    routed_experts: jax.Array | None = None,
 ) -> StepOutput:
     """Return the output of a call, given the state after it."""
     windows = state.window_table
@@ -301,6 +311,7 @@ def output_of(
         num_free_window_pages=None if windows is None else jnp.copy(windows.num_free),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        routed_experts=routed_experts,
     )
 
 

@@ -146,6 +146,10 @@ class OutputProcessor:
             assert request.prompt_logprobs is not None
             for index, entry in enumerate(one.prompt_logprobs, one.scheduled.start + 1):
                 request.prompt_logprobs[index] = entry
+        if one.routed_experts is not None:
+            chunk = one.scheduled if isinstance(one.scheduled, Chunk) else None
+            start = len(sequence.token_ids) - 1 if chunk is None else chunk.start
+            sequence.add_routed_experts(start, one.routed_experts)
         if not token_ids:
             return
         if request.first_token_time is None:

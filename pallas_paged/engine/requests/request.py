@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from pallas_paged.engine.outputs import (
     CompletionOutput,
     FinishReasonName,
@@ -43,6 +45,8 @@ class Request:
         number: how many requests the engine accepted before.
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
             None if they were not asked for.
+        routed_experts: `i16[P, L, k]`, of the tokens of the prompt, -1 where not computed; None
+            before any is, or if they were not asked for.
         error: what went wrong, where a finish reason is "error".
         num_cached_tokens: prompt tokens that the prefix cache had when the request first started.
         num_preemptions: times that a sequence of it lost its pages.
@@ -61,6 +65,7 @@ class Request:
     grammar: Grammar | None = None
     number: int = -1
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    routed_experts: np.ndarray | None = None
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -7,6 +7,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pallas_paged.engine.outputs import (
     CompletionOutput,
     FinishReasonName,
@@ -36,6 +38,8 @@ class Sequence:
         stop_token_ids: tokens that end it, as the last of its tokens, without text.
         detokenizer: None if no text is wanted.
         grammar: how far its text is within its grammar; None if it has none.
+        routed_experts: of each new token that was computed, `i16[L, k]`; those of the prompt are in
+            the request, which forks share.
     Attributes, of `Scheduler`:
         slot: row of the page table, while it is running.
         num_starts: times that it was given a slot; more than 1 after a preemption.
@@ -63,6 +67,7 @@ class Sequence:
     stop_token_ids: Collection[int] = ()
     detokenizer: IncrementalDetokenizer | None = None
     grammar: GrammarState | None = None
+    routed_experts: list[np.ndarray] = field(default_factory=list)
     slot: int | None = None
     num_starts: int = 0
     num_computed: int = 0
@@ -103,12 +108,15 @@ class Sequence:
     def max_cached_tokens(self) -> int | None:
         """Most tokens to take from the prefix cache; None is all.
 
-        Log-probabilities of the prompt are computed with its tokens, so those are not taken.
+        Log-probabilities and experts of the prompt are known by computing its tokens, so those are
+        not taken.
         """
-        start = self.request.score_start
-        if start is None or self.output.index > 0 or self.output.token_ids:
+        request = self.request
+        if self.output.index > 0 or self.output.token_ids:
             return None
-        return start - 1
+        if request.params.return_routed_experts:
+            return 0
+        return None if request.score_start is None else request.score_start - 1
 
     @property
     def num_to_decode(self) -> int:
@@ -125,9 +133,10 @@ class Sequence:
     def takes_drafts(self) -> bool:
         """Whether several of its tokens can be drawn at once.
 
-        Penalties and grammars look at all tokens before the one that is drawn.
+        Penalties and grammars look at all tokens before the one that is drawn. Experts are not
+        reported by calls with drafts.
         """
-        return not (self.mode.penalties or self.mode.masks)
+        return not (self.mode.penalties or self.mode.masks or self.mode.routed_experts)
 
     @property
     def needs_last_token(self) -> bool:
@@ -141,6 +150,29 @@ class Sequence:
         if self.decoding or self.fork_source is not None:
             return 0
         return len(self.token_ids) - bool(self.forks) - self.num_computed
+
+    def add_routed_experts(self, start: int, experts: np.ndarray) -> None:
+        """Take the experts `i16[N, L, k]` of tokens from index `start` on.
+
+        Those that are computed again, after a preemption, keep the experts with which the tokens
+        behind them were sampled.
+        """
+        request, num_prompt = self.request, len(self.request.prompt_token_ids)
+        if start < num_prompt and not self.output.token_ids:
+            if request.routed_experts is None:
+                shape = num_prompt, *experts.shape[1:]
+                request.routed_experts = np.full(shape, -1, np.int16)
+            request.routed_experts[start : start + len(experts)] = experts
+        known = num_prompt + len(self.routed_experts)
+        self.routed_experts += [*experts[max(known - start, 0) :]]
+
+    def all_routed_experts(self) -> np.ndarray | None:
+        """Return the experts of all its tokens but the last."""
+        prompt = self.request.routed_experts
+        if prompt is None:
+            return None
+        new = np.array(self.routed_experts, np.int16).reshape(-1, *prompt.shape[1:])
+        return np.concatenate([prompt, new])[: len(self.token_ids) - 1]
 
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None = None
@@ -250,6 +282,7 @@ class SequenceGroup:
         except Exception as error:
             reason = self.request.fail(error)
         sequence.output.finish_reason = reason
+        sequence.output.routed_experts = sequence.all_routed_experts()
         return []
 
     def finish_request(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.sequence import Sequence
 
@@ -30,7 +32,7 @@ class Chunk:
     @property
     def targets(self) -> list[int] | None:
         """The prompt tokens after each of these, if their log-probabilities are wanted."""
-        if self.sequence.max_cached_tokens is None:
+        if self.sequence.request.score_start is None or self.sequence.max_cached_tokens is None:
             return None
         first = self.start + 1
         return self.sequence.request.prompt_token_ids[first : first + len(self.token_ids)]
@@ -108,6 +110,7 @@ class SequenceOutput:
         token_ids: that it sampled, in order; -1 for bad logits.
         logprobs: of each, or None.
         prompt_logprobs: of the tokens after each of a chunk, or None.
+        routed_experts: `i16[N, L, k]`, of each of the N tokens that it computed, or None.
     """
 
     scheduled: Decode | Chunk
@@ -116,6 +119,7 @@ class SequenceOutput:
     logprobs: LogprobSequence | None = None
     prompt_logprobs: LogprobSequence | None = None
     window_pages: list[int] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

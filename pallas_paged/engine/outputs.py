@@ -152,7 +152,8 @@ class CompletionOutput:
             the end of sequence included.
         routed_experts: `i16[prompt + tokens - 1, layers with experts, k]`, the experts of each
             token but the last, which the model did not compute; -1 where an abort came before.
-            None while the completion runs, or if the request does not ask for them.
+            None while the completion runs, if the request does not ask for them, or if the model
+            reports none.
     """
 
     index: int

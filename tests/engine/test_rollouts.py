@@ -101,3 +101,10 @@ PARTLY = request_output([1], completion([2]), completion([3], logprobs=False))
 def test_outputs_that_do_not_fit_are_refused(outputs, sizes, message):
     with pytest.raises(ValueError, match=message):
         Rollouts.from_outputs(outputs, **sizes)
+
+
+def test_experts_of_some_completions_only_are_refused():
+    some = completion([2])
+    some.routed_experts = np.zeros((1, 2, 2), np.int16)
+    with pytest.raises(ValueError, match="routed_experts must be in all completions or in none"):
+        Rollouts.from_outputs([request_output([1], some, completion([3]))])

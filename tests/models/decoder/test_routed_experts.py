@@ -11,6 +11,7 @@ from flax import nnx
 from models.decoder import dense_attend, engine_model, load_checkpoint
 from pallas_paged.engine import Engine, EngineConfig, Rollouts, SamplingParams
 from tests.support.dense_oracle import positions_of
+from tests.support.devices import mesh
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPTS = [[5, 9, 2, 40, 7, 7, 31], [3, 8, 1], [5, 9, 2, 40, 7, 7, 31, 11, 4, 22, 6]]
@@ -69,6 +70,7 @@ def assert_dense(outputs, dense_experts):
             np.testing.assert_array_equal(one.routed_experts, dense_experts(tokens[:-1]))
 
 
+@pytest.mark.cpu_budget(9)  # engines compile, here and below
 @pytest.mark.parametrize(
     "sizes",
     [{}, dict(num_scheduler_steps=4), dict(max_num_batched_tokens=5), dict(num_pages=9)],
@@ -82,6 +84,7 @@ def test_completion_has_the_experts_of_a_dense_forward(decoder, dense_experts, s
         assert engine.stats().num_preemptions
 
 
+@pytest.mark.cpu_budget(9)
 def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, dense_experts):
     engine = Engine(*engine_model(decoder), EngineConfig(**SIZES))
     plain = asks(return_routed_experts=False)
@@ -95,6 +98,13 @@ def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, d
     assert outputs[1].outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.cpu_budget(9)  # compiles on a mesh
+def test_two_devices_report_the_experts_of_a_dense_forward(dense_experts):
+    decoder, _ = load_checkpoint(GOLDENS / "qwen3_moe", mesh=mesh(2), dtype=jnp.float32)
+    engine = Engine(*engine_model(decoder), EngineConfig(**SIZES, tensor_parallel_size=2))
+    assert_dense(engine.generate(PROMPTS, asks(), progress=False), dense_experts)
+
+
 def test_stopped_and_empty_completions_have_the_experts_of_their_tokens(decoder, dense_experts):
     engine = Engine(*engine_model(decoder), EngineConfig(**SIZES, num_scheduler_steps=4))
     (free,) = engine.generate(PROMPTS[:1], asks(), progress=False)
@@ -105,6 +115,7 @@ def test_stopped_and_empty_completions_have_the_experts_of_their_tokens(decoder,
     assert_dense(outputs, dense_experts)
 
 
+@pytest.mark.cpu_budget(9)
 def test_dense_forward_with_the_experts_of_rollouts_is_its_own(decoder):
     engine = Engine(*engine_model(decoder), EngineConfig(**SIZES))
     rollouts = Rollouts.from_outputs(engine.generate(PROMPTS, asks(), progress=False))

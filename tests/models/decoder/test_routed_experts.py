@@ -73,8 +73,14 @@ def assert_dense(outputs, dense_experts):
 @pytest.mark.cpu_budget(9)  # engines compile, here and below
 @pytest.mark.parametrize(
     "sizes",
-    [{}, dict(num_scheduler_steps=4), dict(max_num_batched_tokens=5), dict(num_pages=9)],
-    ids=["plain", "several steps a call", "chunked prompts", "preemption"],
+    [
+        {},
+        dict(num_scheduler_steps=4),
+        dict(max_num_batched_tokens=5),
+        dict(num_pages=9),
+        dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
+    ],
+    ids=["plain", "several steps a call", "chunked prompts", "preemption", "an engine with drafts"],
 )
 def test_completion_has_the_experts_of_a_dense_forward(decoder, dense_experts, sizes):
     engine = Engine(*engine_model(decoder), EngineConfig(**SIZES | sizes))

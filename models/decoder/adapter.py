@@ -72,6 +72,8 @@ class EngineModel:
         return KVCacheSpec(
             num_layers=config.num_layers,
             **sizes,
+            window_num_kv_heads=config.window_num_kv_heads,
+            window_head_dim=config.window_head_dim,
             dtype=self.dtype,
             sliding_windows=config.sliding_windows or None,
             k_scales=config.k_scales or None,

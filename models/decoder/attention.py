@@ -14,6 +14,7 @@ from models.decoder.attend import Attend, FusedAttend, LayerCache
 from models.decoder.config import ModelConfig
 from models.decoder.modules import Linear, RMSNorm, norm_of, residual_stddev
 from models.decoder.rotary import Rotation
+from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 
 
@@ -21,18 +22,18 @@ class Attention(nnx.Module):
     """Grouped-query attention around an `Attend`, between two products."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.config = config
         self.sliding_window = config.sliding_windows[layer] if config.sliding_windows else None
+        self.config = config = config.of_layer(layer)
         self.sinks = nnx.Param(jnp.zeros(config.num_q_heads, dtype)) if config.sinks else None
         q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
         hidden_size, stddev = config.hidden_size, residual_stddev(config)
-        # Each KV head has its query heads, its K and its V.
-        shape = (kv_heads, q_heads // kv_heads + 2, config.head_dim)
+        # Each KV head has its query heads, its K and its V, unless V is K.
+        shape = (kv_heads, q_heads // kv_heads + (1 if config.k_eq_v else 2), config.head_dim)
         self.qkv_proj = Linear(hidden_size, *shape, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         weight = self.qkv_proj.weight
         # Drawn as all of q, then k, then v: a seed means the same model however they are fused.
         rows = weight[...].reshape(-1, config.head_dim, hidden_size)
-        weight[...] = _fuse_qkv(*jnp.split(rows, (q_heads, q_heads + kv_heads)))
+        weight[...] = _fuse_qkv(*_split(rows, q_heads, kv_heads))
         self.o_proj = Linear(
             q_heads * config.head_dim,
             hidden_size,
@@ -65,6 +66,11 @@ class Attention(nnx.Module):
         options["sliding_window"] = self.sliding_window
         how: dict[str, Any] = {"rotation": rotation, "eps": config.rms_norm_eps}
         qkv = qkv.reshape(*qkv.shape[:-1], *self.qkv_proj.weight.shape[:-1])
+        if config.k_eq_v:
+            qkv = jnp.concatenate([qkv, qkv[..., -1:, :]], axis=-2)
+        if config.v_norm:
+            v = rms_norm(qkv[..., -1:, :], jnp.ones(config.head_dim), config.rms_norm_eps)
+            qkv = jnp.concatenate([qkv[..., :-1, :], v], axis=-2)
         if config.qk_norm_over_heads:
             assert self.q_norm is not None and self.k_norm is not None
             qkv = _norm_over_heads(qkv, self.q_norm, self.k_norm)
@@ -96,7 +102,12 @@ def _norm_over_heads(qkv: jax.Array, q_norm: RMSNorm, k_norm: RMSNorm) -> jax.Ar
     return jnp.concatenate([*normed, qkv[..., -1:, :]], axis=-2)
 
 
-def _fuse_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _split(rows: jax.Array, q_heads: int, kv_heads: int) -> list[jax.Array]:
+    """Return q [Hq, ...], k and, if it is there, v [Hkv, ...] of all heads one after the other."""
+    return jnp.split(rows, tuple(range(q_heads, rows.shape[0], kv_heads)))
+
+
+def _fuse_qkv(q: jax.Array, *kv: jax.Array) -> jax.Array:
     """Join projections: q [Hq, ...], k and v [Hkv, ...] to [Hkv, Hq / Hkv + 2, ...]."""
-    groups = q.reshape(k.shape[0], -1, *q.shape[1:])
-    return jnp.concatenate([groups, k[:, None], v[:, None]], axis=1)
+    groups = q.reshape(kv[0].shape[0], -1, *q.shape[1:])
+    return jnp.concatenate([groups, *(part[:, None] for part in kv)], axis=1)

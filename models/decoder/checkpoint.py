@@ -64,15 +64,15 @@ def load_checkpoint(
     folder = Path(folder)
     stored = _read_config(folder)
     config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
-    prefix = FORMS[stored.stored_as].prefix
+    form = FORMS[stored.stored_as]
     tensors = {
-        name.removeprefix(prefix): tensor
+        form.replacement + name.removeprefix(form.prefix): tensor
         for name, tensor in _open_tensors(folder).items()
-        if name.startswith(prefix)
+        if name.startswith(form.prefix)
     }
     last = f"model.layers.{config.num_layers - 1}.post_attention_layernorm.weight"
     if last not in tensors:  # refused before the tracing of layers that the folder lacks
-        raise CheckpointError(f"{folder}: missing tensor {prefix}{last}")
+        raise CheckpointError(f"{folder}: missing tensor {form.name_in_file(last)}")
     config = _with_kv_scales(config, tensors, folder)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     params = nnx.to_flat_state(state)
@@ -216,9 +216,9 @@ def _check_tensors(
     }
     # DeepSeek V3 has layers behind the others that predict further tokens; they do not run here.
     further = f"model.layers.{config.num_layers}." if config.latent is not None else None
-    prefix = FORMS[config.stored_as].prefix
+    form = FORMS[config.stored_as]
     for name, shape in expected.items():
-        full = prefix + name
+        full = form.name_in_file(name)
         if name not in tensors:
             raise CheckpointError(f"{folder}: missing tensor {full}, expected shape {shape}")
         found = tensors[name].shape
@@ -236,8 +236,8 @@ def _check_tensors(
         ignored = tied_copy or buffer or (further is not None and name.startswith(further))
         if name not in expected and not ignored:
             raise CheckpointError(
-                f"{folder}: unexpected tensor {prefix}{name} of shape {tensors[name].shape}:"
-                " the architecture in config.json has no such parameter"
+                f"{folder}: unexpected tensor {form.name_in_file(name)} of shape"
+                f" {tensors[name].shape}: the architecture in config.json has no such parameter"
             )
 
 

@@ -34,11 +34,13 @@ _POSITIVE_OR_NONE = (
 _NOT_WITH_LATENTS = (
     *("qkv_bias", "o_bias", "qk_norm", "qk_norm_over_heads", "sliding_windows", "v_scales"),
     *("pre_norms", "post_norms", "sm_scale", "attention_soft_cap", "sinks", "window_rope_theta"),
-    *("partial_rotary_factor", "stored_as"),
+    *("partial_rotary_factor", "stored_as", "window_num_kv_heads", "window_head_dim"),
+    *("k_eq_v", "v_norm"),
 )
 _NOT_IN_LLAMA = (
     *("activation", "pre_norms", "post_norms", "norm_offset", *_POSITIVE_OR_NONE, "sinks"),
     *("qk_norm", "qk_norm_over_heads", "sliding_windows", "partial_rotary_factor", "experts"),
+    *("window_num_kv_heads", "window_head_dim", "k_eq_v", "v_norm", "layer_scalars"),
 )
 
 
@@ -60,9 +62,14 @@ class ModelConfig:
         sinks: whether each query head has one more logit, without a value.
         qk_norm: whether each head of q and k is normed.
         qk_norm_over_heads: whether q and k are normed, each over all of its heads together.
+        v_norm: whether each head of v is normed, without weights.
+        k_eq_v: whether layers without a window have no projection of v: it is k before its norm.
+        layer_scalars: whether each layer's output, residual included, is multiplied by a number.
         sliding_windows: one entry for each layer, None where the layer sees all tokens; empty if
             all layers see all tokens.
         rope_scaling: of the rotary embeddings; None turns each position by its own angle.
+        window_num_kv_heads, window_head_dim: of layers with a window, where others see all tokens;
+            None: those of the others.
         window_rope_theta: rotary base of layers with a window, which then have no scaling; None:
             that of the others.
         partial_rotary_factor: part of each head that is rotated.
@@ -83,6 +90,8 @@ class ModelConfig:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    window_num_kv_heads: int | None = None
+    window_head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -103,6 +112,9 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
+    v_norm: bool = False
+    k_eq_v: bool = False
+    layer_scalars: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
@@ -135,6 +147,7 @@ class ModelConfig:
         for window in self.sliding_windows:
             if window is not None:
                 check_integer("sliding_window", window, 1, most=2**63)
+        self._check_window_sizes()
         num_scales = len(self.k_scales), len(self.v_scales)
         if num_scales not in ((0, 0), (num_layers, num_layers)):
             raise ValueError(f"{num_scales=} of K and V must both be 0 or {num_layers=}")
@@ -161,6 +174,17 @@ class ModelConfig:
         for name in _NOT_WITH_LATENTS:
             if (value := getattr(self, name)) != _default(name):
                 raise ValueError(f"{name}={value} is not supported with latent attention")
+
+    def _check_window_sizes(self) -> None:
+        for name in ("window_num_kv_heads", "window_head_dim"):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, 1, LIMITS[name.removeprefix("window_")])
+                if len({window is None for window in self.sliding_windows}) != 2:
+                    raise ValueError(
+                        f"{name}={value} must be None: it is for layers with a window, beside"
+                        " others that see all tokens"
+                    )
+        self.of_windows()  # checks its own sizes
 
     def _check_rope(self) -> None:
         scaling, rope_theta, head_dim = self.rope_scaling, self.rope_theta, self.rotary_dim
@@ -209,10 +233,26 @@ class ModelConfig:
         return self
 
     def of_windows(self) -> ModelConfig:
-        """Return the configuration whose rotary embeddings are those of layers with a window."""
-        if self.window_rope_theta is None:
+        """Return the configuration whose heads and rotation are those of layers with a window."""
+        changes: dict[str, Any] = {}
+        if self.window_rope_theta is not None:
+            changes |= dict(rope_theta=self.window_rope_theta, rope_scaling=None)
+        for name in ("num_kv_heads", "head_dim"):
+            if (value := getattr(self, f"window_{name}")) is not None:
+                changes[name] = value
+        if self.k_eq_v:
+            changes["k_eq_v"] = False
+        if not changes:
             return self
-        return dataclasses.replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
+        none: dict[str, Any] = dict(
+            window_rope_theta=None, window_num_kv_heads=None, window_head_dim=None
+        )
+        return dataclasses.replace(self, **none, **changes)
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Return the configuration whose heads and rotation are those of a layer."""
+        has_window = bool(self.sliding_windows) and self.sliding_windows[layer] is not None
+        return self.of_windows() if has_window else self
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Write the configuration as the `config.json` of a LlamaForCausalLM.

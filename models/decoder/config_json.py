@@ -135,7 +135,7 @@ def _read_rope(keys: Keys, family: Family) -> Fields:
     check_integer("max_position_embeddings", max_positions, 1)
     how: Any = dict(partial=family.partial_rotary, rope_types=family.rope_types)
     window_theta = keys.get("rope_local_base_freq")
-    nested = keys.get("rope_parameters") or {}
+    nested = keys.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
     has_windows = family.windows == "pattern"
     if has_windows and isinstance(nested, Mapping) and nested.keys() & set(_LAYER_TYPES):
         keys = {**keys, "rope_parameters": nested.get("full_attention")}

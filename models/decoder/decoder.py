@@ -50,6 +50,7 @@ class DecoderLayer(nnx.Module):
         both = config.pre_norms and config.post_norms
         self.pre_feedforward_layernorm = norm() if both else None
         self.post_feedforward_layernorm = norm() if config.post_norms else None
+        self.layer_scalar = nnx.Param(jnp.ones(1, dtype)) if config.layer_scalars else None
         self.mlp: MLP | SparseMLP
         if config.experts is None or layer in config.experts.dense_layers:
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype, rngs=rngs)
@@ -83,7 +84,8 @@ class DecoderLayer(nnx.Module):
         """
         attn, mlp = self.self_attn, self.mlp
         attended, cache = attn(qkv, rotation, attend, cache)
-        if isinstance(mlp, SparseMLP) or mlp.activation != "silu" or self.has_post_norms:
+        is_scaled = self.has_post_norms or self.layer_scalar is not None
+        if isinstance(mlp, SparseMLP) or mlp.activation != "silu" or is_scaled:
             if isinstance(attended, UnmergedAttention):
                 attended = attended.merged()
             x, out, routed = self._separately(
@@ -129,14 +131,20 @@ class DecoderLayer(nnx.Module):
             attended, self.self_attn.o_proj, x, after_attention, mlp_norm, attend, dropout
         )
         after_mlp = self.post_feedforward_layernorm
+        next_norm = out_norm if self.layer_scalar is None else None
         if isinstance(self.mlp, MLP):
             features = self.mlp.features(normed)
             down_proj = self.mlp.down_proj
-            x, out = _add(features, down_proj, x, after_mlp, out_norm, attend, dropout)
-            return x, out, None
-        out, routed = self.mlp(normed, getattr(attend, "is_token", None), routed)
-        x = x + dropout(_normed(out, after_mlp))
-        return x, _normed(x, out_norm), routed
+            x, out = _add(features, down_proj, x, after_mlp, next_norm, attend, dropout)
+            routed = None
+        else:
+            out, routed = self.mlp(normed, getattr(attend, "is_token", None), routed)
+            x = x + dropout(_normed(out, after_mlp))
+            out = _normed(x, next_norm)
+        if self.layer_scalar is not None:
+            x = x * self.layer_scalar[...]
+            out = _normed(x, out_norm)
+        return x, out, routed
 
 
 class Decoder(nnx.Module):
@@ -190,9 +198,9 @@ class Decoder(nnx.Module):
         if cache is not None and len(cache) != num_layers:
             raise ValueError(f"{len(cache)=} must equal {num_layers=}")
         angles = rotation(positions, self.config, whole_rows=cache is None)
-        window_angles = angles
-        if self.config.window_rope_theta is not None:
-            window_angles = rotation(positions, self.config.of_windows())
+        window_angles, of_windows = angles, self.config.of_windows()
+        if of_windows != self.config:
+            window_angles = rotation(positions, of_windows)
 
         def run(
             structure: nnx.GraphDef,

@@ -108,6 +108,46 @@ def _read_gemma(keys: Keys, fields: Fields) -> Fields:
     )
 
 
+def _read_gemma4(keys: Keys, fields: Fields) -> Fields:
+    """Read the sizes of layers that see all tokens; those with a window have the usual keys."""
+    windows = (*fields["sliding_windows"][:-1], None)  # transformers lets the last one see all
+    full = _full_sizes_of_gemma4(keys, windows)
+    windowed = dict(head_dim=keys["head_dim"], num_kv_heads=keys["num_key_value_heads"])
+    if not any(windows):
+        windows, windowed = (), {}
+    return dict(
+        sliding_windows=windows,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        logits_soft_cap=keys["final_logit_softcapping"],
+        k_eq_v=bool(keys["attention_k_eq_v"]),
+        **full,
+        **{f"window_{name}": size for name, size in windowed.items() if size != full[name]},
+    )
+
+
+def _full_sizes_of_gemma4(keys: Keys, windows: tuple[int | None, ...]) -> Fields:
+    heads = keys["num_key_value_heads"]
+    if (per_layer := keys["per_layer_config"]) is None:
+        if keys["attention_k_eq_v"] and keys["num_global_key_value_heads"] is not None:
+            heads = keys["num_global_key_value_heads"]
+        return dict(head_dim=keys["global_head_dim"], num_kv_heads=heads)
+    # transformers 5.24 writes the sizes of these layers, one by one.
+    usual = dict(head_dim=keys["head_dim"], num_key_value_heads=heads)
+    last = str(len(windows) - 1)
+    if not isinstance(per_layer, Mapping):
+        raise ValueError(f"per_layer_config={per_layer!r} must have sizes of layers")
+    for layer, window in enumerate(windows):
+        expected = per_layer.get(last, {}) if window is None else {}
+        sizes = per_layer.get(str(layer), {})
+        if sizes != expected or sizes.keys() - usual.keys():
+            raise ValueError(
+                f"per_layer_config of layer {layer}, {sizes}, is not supported: layers without a"
+                f" window must have the same {tuple(usual)}, others none of their own"
+            )
+    usual |= per_layer.get(last, {})
+    return dict(head_dim=usual["head_dim"], num_kv_heads=usual["num_key_value_heads"])
+
+
 def _read_olmo3(keys: Keys, fields: Fields) -> Fields:
     """Read that layers with a window have no rotary scaling, which older files don't say."""
     return dict(window_rope_theta=fields["window_rope_theta"] or fields["rope_theta"])
@@ -161,6 +201,44 @@ _GEMMA3 = replace(
     fields=dict(_GEMMA2.fields, qk_norm=True),
     # transformers reads a cap of attention and ignores it.
     only=dict(_GEMMA2.only, attn_logit_softcapping=(None,)),
+)
+_GEMMA4 = Family(
+    defaults=dict(
+        vocab_size=262144,
+        max_position_embeddings=131072,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=None,
+        per_layer_config=None,
+        attention_k_eq_v=False,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+        hidden_activation="gelu_pytorch_tanh",
+        sliding_window=512,
+        sliding_window_pattern=6,
+        final_logit_softcapping=None,
+        hidden_size_per_layer_input=256,
+        rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            full_attention=dict(
+                rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6
+            ),
+        ),
+    ),
+    fields=dict(post_norms=True, qk_norm=True, v_norm=True, layer_scalars=True, sm_scale=1.0),
+    activation="hidden_activation",
+    activations={"gelu_pytorch_tanh": "gelu_tanh"},
+    # What the small models and the mixtures of experts have beside.
+    only=dict(
+        hidden_size_per_layer_input=(0,),
+        num_kv_shared_layers=(0,),
+        enable_moe_block=(False,),
+        use_bidirectional_attention=(False, "vision"),  # of images only
+    ),
+    windows="pattern",
+    read=_read_gemma4,
 )
 _OLMO2 = Family(
     defaults=dict(max_position_embeddings=2048, eos_token_id=50279, rms_norm_eps=1e-5),
@@ -247,6 +325,10 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(  # its texts; images are not read
         _GEMMA3, fields=dict(_GEMMA3.fields, stored_as="language_model"), has_text_config=True
+    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(  # its texts, too
+        _GEMMA4, fields=dict(_GEMMA4.fields, stored_as="model.language_model"), has_text_config=True
     ),
     "GptOssForCausalLM": Family(
         defaults=dict(

@@ -119,8 +119,33 @@ class Llama3RopeScaling(_Scaling):
             raise ValueError(f"{low_freq_factor=} must be less than {high_freq_factor=}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRopeScaling(_Scaling):
+    """The lowest frequencies of a head are 0: its last pairs are not rotated (Gemma 4).
+
+    Attributes:
+        partial_rotary_factor: part of the pairs that are rotated, by the frequencies of all.
+        factor: what these frequencies are divided by.
+    """
+
+    rope_type: ClassVar[str] = "proportional"
+    partial_rotary_factor: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        partial_rotary_factor = self.partial_rotary_factor
+        if partial_rotary_factor > 1:
+            raise ValueError(f"{partial_rotary_factor=} must be at most 1")
+
+
 RopeScaling = (
-    LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling | LongRopeScaling | Llama3RopeScaling
+    LinearRopeScaling
+    | DynamicRopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | Llama3RopeScaling
+    | ProportionalRopeScaling
 )
 _CLASSES: dict[str, type[RopeScaling]] = {x.rope_type: x for x in get_args(RopeScaling)}
 
@@ -152,11 +177,14 @@ def read_rope(
     partial_rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial_rotary_factor is None:
         partial_rotary_factor = 1.0
+    rope_type = rope.get("rope_type", rope.get("type"))
+    rope_type = rope_types.get(rope_type, rope_type)
+    if rope_type == "proportional":  # whose heads turn as a whole, in part by no angle
+        rope = {"factor": 1.0, **rope, "partial_rotary_factor": partial_rotary_factor}
+        partial_rotary_factor = 1.0
     if partial_rotary_factor != 1 and not partial:
         raise ValueError(f"{partial_rotary_factor=} is not supported; supported: 1")
     check_positive("partial_rotary_factor", partial_rotary_factor)
-    rope_type = rope.get("rope_type", rope.get("type"))
-    rope_type = rope_types.get(rope_type, rope_type)
     if rope_type is None:
         if rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
             raise ValueError(f"rope_scaling={dict(rope)} has no rope_type")

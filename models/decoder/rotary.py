@@ -18,6 +18,7 @@ from models.decoder.rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
@@ -80,6 +81,9 @@ def _scaled(
     factor = np.float32(scaling.factor)
     if isinstance(scaling, LinearRopeScaling):
         return inverse / factor
+    if isinstance(scaling, ProportionalRopeScaling):
+        turning = int(scaling.partial_rotary_factor * len(powers))
+        return np.where(np.arange(len(powers)) < turning, inverse / factor, np.float32(0))
     if isinstance(scaling, YarnRopeScaling):
         keep = 1 - _yarn_ramp(scaling, theta, 2 * len(powers))
         return np.float32(1) / (factor * powers) * (1 - keep) + inverse * keep

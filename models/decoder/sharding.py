@@ -63,11 +63,15 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
     Raises:
         ValueError: the devices can't share the heads, the MLP or the experts evenly.
     """
-    repeats = kv_head_repeats(
-        num_q_heads=config.num_q_heads,
-        num_kv_heads=config.num_kv_heads,
-        num_devices=num_devices,
-    )
+    heads = {}
+    for name in ("num_kv_heads", "window_num_kv_heads"):
+        if (num_kv_heads := getattr(config, name)) is not None:
+            repeats = kv_head_repeats(
+                num_q_heads=config.num_q_heads,
+                num_kv_heads=num_kv_heads,
+                num_devices=num_devices,
+            )
+            heads[name] = num_kv_heads * repeats
     intermediate_size, experts = config.intermediate_size, config.experts
     if intermediate_size % num_devices and (experts is None or experts.dense_layers):
         raise ValueError(f"{intermediate_size=} must be a multiple of {num_devices=}")
@@ -78,7 +82,7 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
                 f"{n_routed_experts=} and the {shared_size} features of shared experts must be "
                 f"multiples of {num_devices=}"
             )
-    return replace(config, num_kv_heads=config.num_kv_heads * repeats)
+    return replace(config, **heads)
 
 
 def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
@@ -97,21 +101,23 @@ def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
         ValueError: the devices can't share the heads or the MLP evenly.
     """
     config = config_on(decoder.config, num_devices)
-    repeats = config.num_kv_heads // decoder.config.num_kv_heads
-    if repeats == 1:
+    if config == decoder.config:
         return decoder
     params = []
     for path, param in nnx.to_flat_state(nnx.state(decoder)):
         if path[-2] == "qkv_proj":
-            heads = param.get_value()  # [Hkv, Hq / Hkv + 2, D, ...]
-            q = heads[:, :-2].reshape(config.num_kv_heads, -1, *heads.shape[2:])
-            kv = jnp.repeat(heads[:, -2:], repeats, axis=0)
+            heads = param.get_value()  # [Hkv, Hq / Hkv + 2, D, ...], or + 1 where V is K
+            num_kv_heads = config.of_layer(int(str(path[1]))).num_kv_heads
+            groups = config.num_q_heads // heads.shape[0]
+            q = heads[:, :groups].reshape(num_kv_heads, -1, *heads.shape[2:])
+            kv = jnp.repeat(heads[:, groups:], num_kv_heads // heads.shape[0], axis=0)
             param = param.replace(jnp.concatenate([q, kv], axis=1))
         elif path[-2] in ("q_norm", "k_norm") and len(param.shape) == 3:
             norms = param.get_value()  # [Hkv, Hq / Hkv, D], or of K [Hkv, 1, D]
+            num_kv_heads = config.of_layer(int(str(path[1]))).num_kv_heads
             if path[-2] == "k_norm":
-                norms = jnp.repeat(norms, repeats, axis=0)
-            param = param.replace(norms.reshape(config.num_kv_heads, -1, norms.shape[-1]))
+                norms = jnp.repeat(norms, num_kv_heads // norms.shape[0], axis=0)
+            param = param.replace(norms.reshape(num_kv_heads, -1, norms.shape[-1]))
         params.append((path, param))
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, nnx.from_flat_state(params))

@@ -34,6 +34,7 @@ class Form:
 
     Attributes:
         prefix: of the names of all tensors; others are not read.
+        replacement: what stands for the prefix in Llama's names.
         names: other names of modules.
         is_fused: whether q, k and v are one tensor, and gate and up.
         has_stacked_experts: whether a layer's experts are one tensor.
@@ -41,15 +42,21 @@ class Form:
     """
 
     prefix: str = ""
+    replacement: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     is_fused: bool = False
     has_stacked_experts: bool = False
     is_mxfp4: bool = False
 
+    def name_in_file(self, name: str) -> str:
+        """Return the name in a file of the tensor that `tensors_of` calls this."""
+        return self.prefix + name.removeprefix(self.replacement)
+
 
 FORMS = {  # by `ModelConfig.stored_as`
     "llama": Form(),
     "language_model": Form(prefix="language_model."),
+    "model.language_model": Form(prefix="model.language_model.", replacement="model."),
     "phi3": Form(is_fused=True),
     "mixtral": Form(
         names=dict(mlp="block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")
@@ -69,6 +76,10 @@ def tensors_of(
     form = FORMS[config.stored_as]
     *parents, module, leaf = path
     parts = _FUSED.get(str(module), (str(module),))
+    if path[0] == "layers":
+        config = config.of_layer(int(path[1]))
+    if module == "qkv_proj" and config.k_eq_v:
+        parts = parts[:-1]
 
     def name_of(*names: Any) -> str:
         names = tuple(form.names.get(name, str(name)) for name in names)
@@ -154,14 +165,14 @@ def _read_heads(
     """Read these KV heads of a fused q, k and v of this shape, with their query heads."""
     start, stop, _ = heads.indices(shape[0])
     value = np.empty((stop - start, *shape[1:]), dtype)
-    groups, head_dim = shape[1] - 2, shape[2]
-    q, k, v = parts
+    q, *kv = parts  # no V where it is K
+    groups, head_dim = shape[1] - len(kv), shape[2]
     rows = slice(start * groups * head_dim, stop * groups * head_dim)
     value[:, :groups] = q.read(rows).reshape(value[:, :groups].shape)
-    repeats = shape[0] * head_dim // k.shape[0]
+    repeats = shape[0] * head_dim // kv[0].shape[0]
     stored = np.arange(start, stop) // repeats
     rows = slice(int(stored[0]) * head_dim, int(stored[-1] + 1) * head_dim)
-    for column, part in ((groups, k), (groups + 1, v)):
+    for column, part in enumerate(kv, groups):
         value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
     return value
 

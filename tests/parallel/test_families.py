@@ -16,8 +16,9 @@ from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
-NAMES = ["gpt_oss", "olmo3"]
+NAMES = ["gpt_oss", "olmo3", "gemma4"]
 OTHERS = ["qwen3_moe", "mixtral", "phi3", "olmo2", "gemma2", "gemma3", "gpt_oss_mxfp4"]
+OTHERS += ["gemma4_untied"]
 
 
 @pytest.mark.cpu_budget(8)  # compiles on a mesh

@@ -31,9 +31,12 @@ NUM_GREEDY = 16
 # qwen3_moe: a dense layer between those of experts. mixtral: windows. phi3: three quarters of each
 # head rotated, by the long factors of LongRoPE. olmo3, gemma2, gemma3, gpt_oss: windows of 9 tokens
 # in some layers, scaled rotation in the others, caps that bend, a clamp that clamps.
+# gemma4: other heads in layers that see all tokens, whose V is K, a cap, and the published tied
+# head. gemma4_untied: other sizes, V apart, biases, divided frequencies.
 # gpt_oss_mxfp4: the experts of gpt_oss as random blocks, which transformers dequantizes.
 NAMES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral")
 NAMES += ("phi3", "olmo2", "olmo3", "gemma2", "gemma3", "gpt_oss", "gpt_oss_mxfp4")
+NAMES += ("gemma4", "gemma4_untied")
 
 
 class NearTie(ValueError):
@@ -47,7 +50,7 @@ def randomize(model: PreTrainedModel) -> None:
         noise = torch.randn(param.shape, generator=generator)
         param.data = 1 + 0.3 * noise if "norm" in name else 0.2 * noise
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer += 0.2 * torch.randn(buffer.shape, generator=generator)
 
 

@@ -52,8 +52,8 @@ def decode(slot, num_tokens=1):
 
 def chunk(slot, token_ids, *, targets=None):
     """A last chunk of a prompt; targets are the tokens after those of the chunk."""
-    request = SimpleNamespace(prompt_token_ids=[0, *(targets or [])])
-    limit = None if targets is None else 0
+    start, limit = (None, None) if targets is None else (1, 0)
+    request = SimpleNamespace(prompt_token_ids=[0, *(targets or [])], score_start=start)
     one = SimpleNamespace(running_slot=slot, request=request, max_cached_tokens=limit)
     return Chunk(sequence=one, start=0, token_ids=token_ids, is_last=True)
 

@@ -89,7 +89,8 @@ def test_pages_are_shared_while_a_request_runs_and_cached_after_it(server, monke
     assert answer.headers["content-type"] == "application/json"
     (replica,) = answer.json()["replicas"]
     assert replica["counts"]["used"] == replica["counts"]["shared"] == 0
-    assert replica["runs"][0] == ["cached", replica["counts"]["cached"]]
+    cached = sum(length for state, length in replica["runs"] if state == "cached")
+    assert cached == replica["counts"]["cached"] > 0
     assert replica["num_pages"] == sum(replica["counts"].values()) == 64
 
 

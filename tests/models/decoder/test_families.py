@@ -96,24 +96,33 @@ def test_gemma_3_has_other_rotation_in_layers_with_a_window(older, newer):
     assert windowed.rope_theta == newer[SLIDING]["rope_theta"] and windowed.rope_scaling is None
 
 
-def test_texts_of_gemma_3_with_a_vision_tower_run(tmp_path):
-    golden = GOLDENS / "gemma3"
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("gemma3", "language_model.model."), ("gemma4", "model.language_model.")]
+)
+def test_texts_of_gemma_with_a_vision_tower_run(tmp_path, name, prefix):
+    golden = GOLDENS / name
     contents = json.loads((golden / "config.json").read_text())
     text_config = contents | dict(architectures=None, eos_token_id=None)
-    outer = dict(architectures=["Gemma3ForConditionalGeneration"], eos_token_id=[1, 5])
+    architecture = name.capitalize() + "ForConditionalGeneration"
+    outer = dict(architectures=[architecture], eos_token_id=[1, 5])
     (tmp_path / "config.json").write_text(json.dumps(outer | dict(text_config=text_config)))
     tensors = load_file(golden / "model.safetensors")
-    tensors = {f"language_model.{name}": x for name, x in tensors.items()}
+    tensors = {prefix + key.removeprefix("model."): x for key, x in tensors.items()}
     tensors["vision_tower.head.probe"] = np.zeros(1, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     (model, config), (expected, alone) = load_checkpoint(tmp_path), load_checkpoint(golden)
-    assert config == replace(alone, stored_as="language_model", eos_token_ids=(1, 5))
+    stored_as = prefix.removesuffix(".model.").removesuffix(".")
+    assert config == replace(alone, stored_as=stored_as, eos_token_ids=(1, 5))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
     with pytest.raises(ValueError, match="text_config=None must have the sizes"):
         ModelConfig.from_hugging_face(outer)
+
+
+def test_gemma_3_with_a_vision_tower_has_the_sizes_that_its_file_leaves_out():
     # The published 4B names only these sizes.
     sizes = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34)
-    config = ModelConfig.from_hugging_face(outer | dict(text_config=sizes))
+    outer = dict(architectures=["Gemma3ForConditionalGeneration"], text_config=sizes)
+    config = ModelConfig.from_hugging_face(outer)
     assert (config.vocab_size, config.num_q_heads, config.num_kv_heads) == (262208, 8, 4)
     assert config.sliding_windows.count(None) == 5
 
@@ -287,5 +296,6 @@ def test_damaged_and_partial_checkpoints_are_refused_by_tensor(tmp_path, name, c
 def test_each_supported_architecture_has_a_golden_or_is_alike_to_one_that_has():
     folders = (path.parent for path in GOLDENS.glob("*/config.json"))
     found = {json.loads((x / "config.json").read_text())["architectures"][0] for x in folders}
-    others = {"MistralForCausalLM", "Gemma3ForConditionalGeneration"}  # with tests of their own
+    # With tests of their own.
+    others = {"MistralForCausalLM"} | {f"Gemma{i}ForConditionalGeneration" for i in (3, 4)}
     assert {*ARCHITECTURES} - found == others

@@ -33,7 +33,8 @@ class Attention(nnx.Module):
         weight = self.qkv_proj.weight
         # Drawn as all of q, then k, then v: a seed means the same model however they are fused.
         rows = weight[...].reshape(-1, config.head_dim, hidden_size)
-        weight[...] = _fuse_qkv(*_split(rows, q_heads, kv_heads))
+        ends = tuple(range(q_heads, rows.shape[0], kv_heads))
+        weight[...] = _fuse_qkv(*jnp.split(rows, ends))
         self.o_proj = Linear(
             q_heads * config.head_dim,
             hidden_size,
@@ -102,12 +103,7 @@ def _norm_over_heads(qkv: jax.Array, q_norm: RMSNorm, k_norm: RMSNorm) -> jax.Ar
     return jnp.concatenate([*normed, qkv[..., -1:, :]], axis=-2)
 
 
-def _split(rows: jax.Array, q_heads: int, kv_heads: int) -> list[jax.Array]:
-    """Return q [Hq, ...], k and, if it is there, v [Hkv, ...] of all heads one after the other."""
-    return jnp.split(rows, tuple(range(q_heads, rows.shape[0], kv_heads)))
-
-
 def _fuse_qkv(q: jax.Array, *kv: jax.Array) -> jax.Array:
-    """Join projections: q [Hq, ...], k and v [Hkv, ...] to [Hkv, Hq / Hkv + 2, ...]."""
+    """Join q [Hq, ...], k and, unless it is k, v [Hkv, ...] to [Hkv, Hq / Hkv + 2 or 1, ...]."""
     groups = q.reshape(kv[0].shape[0], -1, *q.shape[1:])
     return jnp.concatenate([groups, *(part[:, None] for part in kv)], axis=1)

@@ -110,7 +110,8 @@ def _read_gemma(keys: Keys, fields: Fields) -> Fields:
 
 def _read_gemma4(keys: Keys, fields: Fields) -> Fields:
     """Read the sizes of layers that see all tokens; those with a window have the usual keys."""
-    windows = (*fields["sliding_windows"][:-1], None)  # transformers lets the last one see all
+    windows = fields["sliding_windows"] or (None,) * fields["num_layers"]
+    windows = (*windows[:-1], None)  # transformers lets the last one see all
     full = _full_sizes_of_gemma4(keys, windows)
     windowed = dict(head_dim=keys["head_dim"], num_kv_heads=keys["num_key_value_heads"])
     if not any(windows):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import secrets
 from typing import Any
 
 from pallas_paged.engine import CompletionOutput
 from pallas_paged.server.answer_parser import Parts
-from pallas_paged.server.call import Call, Prompt
+from pallas_paged.server.call import Call, Prompt, encode_json
 from pallas_paged.server.chat_completions import ParsedAnswer, parse_chat
 from pallas_paged.server.fields import APIError, Fields, bad_request
 from pallas_paged.server.service import Service
@@ -264,7 +263,7 @@ class _ResponseAnswer(ParsedAnswer):
         return self._text(self._event(str(response["status"]), response=response))
 
     def _text(self, event: dict[str, Any]) -> str:
-        return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+        return f"event: {event['type']}\ndata: {encode_json(event)}\n\n"
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._num_events += 1

@@ -25,7 +25,7 @@ class Tools:
         values: for the chat template; None: there are none, or they must not be called.
         schemas: of the arguments, by name of the function.
         strict: names of the functions whose arguments are held to their schemas.
-        forced: names of which one must be called; empty: the model chooses whether to call.
+        forced: names; one of them must be called. Empty: the model chooses whether to call.
         is_parallel: whether an answer may have several calls.
     """
 
@@ -167,7 +167,7 @@ def _function(value: Any, place: str) -> tuple[str, dict[str, Any] | None, bool]
 
 
 def _forced(choice: str | dict[str, Any], names: list[str]) -> tuple[str, ...]:
-    """Return the names of which one must be called."""
+    """Return names; one of them must be called."""
     if isinstance(choice, str):
         if choice != "required":
             rule = 'must be "auto", "none", "required" or a function'

@@ -22,7 +22,7 @@ class Always(DraftPolicy):
 
 
 def decisions(policy, num_calls, num_rows=1, num_accepted=0.0):
-    """Whether calls verify drafts, of which this many are right in each step of a row."""
+    """Whether calls verify drafts, if this many are right in each step of a row."""
     found = []
     for _ in range(num_calls):
         found.append(policy.num_for(num_rows) > 0)

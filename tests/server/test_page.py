@@ -5,11 +5,8 @@ import re
 
 import pytest
 
+from tests.support.server_page import answers, send, show_pool, sync_api
 from tests.support.servers import RunningServer, expected_text
-
-sync_api = pytest.importorskip("playwright.sync_api")
-
-from tests.support.server_page import answers, send, show_pool  # noqa: E402
 
 
 def test_a_conversation(page):

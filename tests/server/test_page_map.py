@@ -2,9 +2,7 @@
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api")
-
-from tests.support.server_page import (  # noqa: E402
+from tests.support.server_page import (
     CELLS,
     answers,
     are_apart,
@@ -12,6 +10,7 @@ from tests.support.server_page import (  # noqa: E402
     send,
     show_pool,
     swatch,
+    sync_api,
 )
 
 

@@ -5,7 +5,9 @@ import json
 import math
 import re
 
-from playwright import sync_api
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
 
 
 def send(page, text, **settings):

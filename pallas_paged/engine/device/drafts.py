@@ -132,7 +132,7 @@ def find_drafts(
     own = history.token_ids.at[slots].get(mode="clip")  # [R, L]
     newest = num_tokens[:, None] - 1
     if config.method == "suffix":
-        # [R, S, L], of which XLA stores nothing: it is computed within the two maxima.
+        # [R, S, L]: XLA does not store it, but computes it within the two maxima.
         texts = history.token_ids[None]
         groups = history.groups.at[slots].get(mode="clip")
         searched = (groups[:, None] == history.groups)[:, :, None]

@@ -193,9 +193,9 @@ class Consumer(Program):
         @pl.when(work.partial >= 0)
         def _():
             out, lse = finish(state, None)
-            rows = pl.ds(self.first_row, ROWS)
+            own_rows = pl.ds(self.first_row, ROWS)
             store_partial_rows(
-                outputs.partials.out.at[0, work.partial, rows, self.columns],
+                outputs.partials.out.at[0, work.partial, own_rows, self.columns],
                 out,
                 work.q_len * self.group - work.offset,
                 ops.WGMMA,
@@ -203,7 +203,7 @@ class Consumer(Program):
                 interpret=self.interpret,
             )
             if self.wg == 0:
-                ops.store(outputs.partials.lse.at[0, work.partial, rows], lse)
+                ops.store(outputs.partials.lse.at[0, work.partial, own_rows], lse)
 
         if scratch.cluster_done is not None:
             plgpu.barrier_arrive(scratch.cluster_done)

@@ -127,6 +127,40 @@ def test_gemma_3_with_a_vision_tower_has_the_sizes_that_its_file_leaves_out():
     assert config.sliding_windows.count(None) == 5
 
 
+def test_gemma_4_has_other_heads_where_layers_see_all_tokens():
+    types = [SLIDING, FULL, SLIDING, FULL]
+    keys = dict(head_dim=16, layer_types=types, sliding_window=8, hidden_size_per_layer_input=0)
+    config = read("Gemma4", global_head_dim=32, num_global_key_value_heads=1, **keys)
+    assert (config.head_dim, config.num_kv_heads) == (32, 2) and not config.k_eq_v
+    shared = dict(num_global_key_value_heads=1, attention_k_eq_v=True)
+    config = read("Gemma4", global_head_dim=32, **shared, **keys)
+    assert (config.head_dim, config.num_kv_heads, config.k_eq_v) == (32, 1, True)
+    windowed = config.of_layer(0)
+    assert (windowed.head_dim, windowed.num_kv_heads, windowed.k_eq_v) == (16, 2, False)
+    assert config.rope_scaling.rope_type == "proportional" and windowed.rope_scaling is None
+    assert read("Gemma4", **keys | dict(layer_types=[FULL] * 4)).sliding_windows == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input=256"),
+        (dict(num_kv_shared_layers=2), "num_kv_shared_layers=2"),
+        (dict(enable_moe_block=True), "enable_moe_block=True"),
+        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention='all'"),
+        (dict(per_layer_config={"1": dict(head_dim=32)}), "per_layer_config of layer 1"),
+        (
+            dict(layer_types=None, sliding_window=None, per_layer_config={"2": dict(head_dim=32)}),
+            "of layer 2",
+        ),
+    ],
+)
+def test_what_other_sizes_of_gemma_4_have_is_refused_by_its_name(change, message):
+    keys = dict(layer_types=[FULL] * 4, hidden_size_per_layer_input=0) | change
+    with pytest.raises(ValueError, match=message):
+        read("Gemma4", **keys)
+
+
 def test_olmo_3_scales_the_rotation_of_full_layers_only():
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
     config = read("Olmo3", rope_theta=1e5, rope_scaling=yarn)

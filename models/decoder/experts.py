@@ -129,8 +129,11 @@ class SparseMLP(nnx.Module):
 def _ranks(scores: jax.Array) -> jax.Array:
     """Return i32[..., X]: how many of the X scores f32[..., X] are larger, or equal and before.
 
-    Each is compared with all others, for a CUDA graph holds no sort.
+    Each is compared with all others, for a CUDA graph holds no sort. The barrier makes both sides
+    the same numbers: on a GPU XLA would compute the scores for each side anew, with sums in another
+    order, and where a score differs from itself two experts have one rank, and another rank none.
     """
+    scores = lax.optimization_barrier(scores)
     place = jnp.arange(scores.shape[-1])
     own, others = scores[..., :, None], scores[..., None, :]
     is_behind = (others > own) | ((others == own) & (place < place[:, None]))

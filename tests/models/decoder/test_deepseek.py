@@ -21,6 +21,7 @@ from models.decoder import (
     save_checkpoint,
 )
 from models.decoder.experts import Router
+from models.decoder.experts_config import ExpertsConfig
 from tests.support.attention_oracle import relative_error
 from tests.support.dense_oracle import dense_logits, logits_of
 
@@ -201,6 +202,17 @@ def test_experts_are_chosen_and_weighed_as_numpy_does(architecture, groups):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     text = jax.jit(lambda x: router(x)).lower(x).as_text()
     assert not re.findall("sort|top_k|while", text)  # what a CUDA graph can't hold
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 64])
+def test_each_token_has_its_best_experts_at_the_sizes_of_a_published_model(num_tokens):
+    experts = ExpertsConfig(n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=8)
+    config = replace(ModelConfig.from_hugging_face(config_of(V2)), hidden_size=2048)
+    router = Router(replace(config, experts=experts), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((num_tokens, 2048)), jnp.bfloat16)
+    found, _ = jax.jit(lambda x: router(x))(x)
+    logits = np.asarray(x, np.float64) @ np.asarray(router.weight[...], np.float64).T
+    np.testing.assert_array_equal(found, np.argsort(-logits, axis=1)[:, :8])
 
 
 def test_of_equal_scores_the_first_experts_are_chosen():

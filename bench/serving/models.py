@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from models.decoder import Decoder, ModelConfig
+from models.decoder import Decoder, EngineModel, ModelConfig
 from models.decoder.decoder import DecoderLayer
+from models.decoder.experts import SparseMLP
+from models.decoder.experts_config import ExpertsConfig
 from models.decoder.rope_scaling import Llama3RopeScaling
 from models.decoder.sharding import config_on, param_specs
 from pallas_paged.engine import KVCacheSpec
@@ -40,13 +43,9 @@ class ServingShape:
         Args:
             kv_cache_dtype: as in `EngineConfig`.
         """
-        spec = KVCacheSpec(
-            num_layers=self.config.num_layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-        )
-        return token_bytes(spec, kv_cache_dtype)
+        structure: Any = None  # which does not matter here
+        model = EngineModel(config=self.config, dtype=self.dtype, graphdef=structure)
+        return token_bytes(model.kv_cache_spec, kv_cache_dtype)
 
 
 def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:
@@ -68,6 +67,13 @@ def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:
         **sizes,
     )
     return ServingShape(config=config, dtype=jnp.bfloat16, kv_gib=kv_gib)
+
+
+def _published(**config: Any) -> ServingShape:
+    """A shape from what matters in the `config.json` of a model."""
+    return ServingShape(
+        config=ModelConfig.from_hugging_face(config), dtype=jnp.bfloat16, kv_gib=4.0
+    )
 
 
 SHAPES = {
@@ -121,6 +127,65 @@ SHAPES = {
         dtype=jnp.bfloat16,
         kv_gib=16.0,
     ),
+    "qwen3-30b-a3b": _published(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    ),
+    "gpt-oss-20b": _published(
+        architectures=["GptOssForCausalLM"],
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+    ),
+    "deepseek-v2-lite": _published(
+        architectures=["DeepseekV2ForCausalLM"],
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=163840,
+        rope_scaling=dict(
+            type="yarn",
+            factor=40,
+            beta_fast=32,
+            beta_slow=1,
+            mscale=0.707,
+            mscale_all_dim=0.707,
+            original_max_position_embeddings=4096,
+        ),
+    ),
     "tiny": ServingShape(  # for a dry run without a GPU
         config=ModelConfig(
             vocab_size=256,
@@ -130,6 +195,27 @@ SHAPES = {
             num_q_heads=4,
             num_kv_heads=2,
             head_dim=16,
+        ),
+        dtype=jnp.float32,
+        kv_gib=0.5 / 1024,
+        max_model_len=256,
+    ),
+    "tiny-experts": ServingShape(
+        config=ModelConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_layers=3,
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            sliding_windows=(None, 16, None),
+            experts=ExpertsConfig(
+                n_routed_experts=8,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                dense_layers=(0,),
+            ),
         ),
         dtype=jnp.float32,
         kv_gib=0.5 / 1024,
@@ -157,23 +243,45 @@ def random_model(shape: ServingShape, mesh: Mesh | None = None) -> Decoder:
     def without_layers() -> nnx.State:
         return nnx.State({name: x for name, x in nnx.state(make()).items() if name != "layers"})
 
-    def layer(seed: jax.Array) -> nnx.State:
-        return nnx.state(DecoderLayer(config, 0, dtype=shape.dtype, rngs=rngs(seed)))
+    def layer(index: int, seed: jax.Array) -> nnx.State:
+        return nnx.state(DecoderLayer(config, index, dtype=shape.dtype, rngs=rngs(seed)))
 
     graphdef, params = nnx.split(nnx.eval_shape(make))
-    of_layer, of_rest = None, None
+    specs: Any = None
+    of_rest = None
     if mesh is not None:
         specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(params))
-        of_layer = specs["layers"][0]
         of_rest = nnx.State({name: x for name, x in specs.items() if name != "layers"})
-    # One program for all layers: that of a whole model would take long to compile.
-    make_layer = jax.jit(layer, out_shardings=of_layer)
     weights = jax.jit(without_layers, out_shardings=of_rest)()
-    weights["layers"] = nnx.State({i: make_layer(i + 1) for i in range(config.num_layers)})
+    # One program for layers of one kind: that of all layers would take long to compile.
+    made: dict[Any, Any] = {}
+    layers = {}
+    for index in range(config.num_layers):
+        sizes = jax.tree.map(lambda x: x.shape, params["layers"][index])
+        kind = str(sizes)
+        if kind not in made:
+            of_layer = None if specs is None else specs["layers"][index]
+            made[kind] = jax.jit(functools.partial(layer, index), out_shardings=of_layer)
+        layers[index] = made[kind](index + 1)
+    weights["layers"] = nnx.State(layers)
     return nnx.merge(graphdef, weights)
 
 
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a decode step reads: all but separate input embeddings."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    return total - (0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes)
+def weight_bytes(model: Decoder, experts_hit: float = 0.0) -> float:
+    """Bytes of weights that a decode step reads: all but separate input embeddings.
+
+    Args:
+        model: with its weights.
+        experts_hit: experts of a layer that some row is routed to; others are not read.
+    """
+    total = num_bytes(model)
+    for layer in model.layers:
+        if isinstance(layer.mlp, SparseMLP):
+            num_experts = layer.mlp.gate.weight.shape[0]
+            total -= num_bytes(layer.mlp.experts) * (1 - experts_hit / num_experts)
+    return total - (0 if model.lm_head is None else num_bytes(model.embed_tokens))
+
+
+def num_bytes(module: nnx.Module) -> float:
+    """Bytes of the weights of a module."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))

@@ -16,6 +16,7 @@ from bench.measuring import cli, timing
 from bench.measuring.kv_dtypes import ONE_BYTE
 from bench.measuring.report import number, ratio, table
 from bench.serving.models import SHAPES, random_model
+from bench.steps import gap
 from bench.steps.step import kernel_table, measure_generate, measure_step, step_table
 from models.decoder import Decoder, load_checkpoint
 from pallas_paged.engine import EngineConfig, SamplingParams
@@ -34,7 +35,6 @@ _SAMPLING = {
 _LAST = [*_SAMPLING][-1]
 _MODES = ("step", "loop", "sampled step", "sampled loop", "generate")
 _SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
-_ATTENTION = "paged_"  # part of the names of the library's kernels
 
 
 def measure_calls(decoder: Decoder, num_seqs: int, args: argparse.Namespace) -> Iterator[dict]:
@@ -85,7 +85,7 @@ def _name(one: dict[str, Any]) -> tuple[str, str]:
 
 
 def _in_order(kernels: Sequence[Sequence[Any]]) -> str:
-    attention = sum(us for name, us in kernels if _ATTENTION in name)
+    attention = sum(us for name, us in kernels if gap.is_attention(name))
     total = sum(us for _, us in kernels)
     rows = [["#", "us", "kernel"]]
     rows += [[str(i), f"{us:.2f}", name[:100]] for i, (name, us) in enumerate(kernels, 1)]

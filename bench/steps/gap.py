@@ -9,8 +9,10 @@ from typing import Any
 import jax
 
 PARTS = ("products", "attention", "rest", "launches")
-_ATTENTION = ("paged_", "ragged_plan")  # parts of the names of the library's kernels
-_PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|splitk|linear|between_attentions", re.IGNORECASE)
+_ATTENTION = ("paged_", "mla_", "ragged_plan")  # parts of the names of the library's kernels
+_PRODUCTS = re.compile(
+    "gemm|gemv|nvjet|cutlass|splitk|linear|between_attentions|grouped_product", re.IGNORECASE
+)
 # An instruction of a compiled program whose operation, as JAX names it, is a product.
 _PRODUCT_OF_HLO = re.compile(r'%([\w.\-]+) = .*op_name="[^"]*dot_general"')
 _INSTRUCTION = re.compile(r"%([\w.\-]+) = ")
@@ -27,12 +29,17 @@ def times_of(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for kernel in kernels:
         name = kernel["name"]
         part = "rest"
-        if any(word in name for word in _ATTENTION):
+        if is_attention(name):
             part = "attention"
         elif name in products or _PRODUCTS.search(name):
             part = "products"
         found[part] += kernel["us"]
     return found
+
+
+def is_attention(kernel: str) -> bool:
+    """Whether a kernel is of the library's attention, by its name."""
+    return any(word in kernel for word in _ATTENTION)
 
 
 def _products(names: Collection[str]) -> set[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from bench.measuring import profiler
 from bench.measuring.measure import measure_floor, reason
@@ -19,6 +22,7 @@ from bench.measuring.report import number, ratio, table
 from bench.serving.models import token_bytes, weight_bytes
 from bench.steps import gap
 from models.decoder import Decoder, engine_model
+from models.decoder.attend import dense_attend
 from models.generate import generate
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
@@ -28,8 +32,9 @@ _PROFILED_STEPS = 20
 _PROFILED_CALLS = 2  # at least
 _PAUSE_S = 0.1  # longer than any call that is still in flight
 _GENERATE_PROMPT = 16  # tokens
-_DECODE = "paged_decode"  # part of the name of the kernel that each layer has once
+_DECODE = re.compile("paged_decode|mla_attention")  # the kernel that each layer has once
 _GENERATE_RUNS = 3
+_ROUTED_TOKENS = 16  # of each row, by which experts are counted
 
 
 def measure_step(
@@ -104,7 +109,7 @@ def measure_step(
         "num_steps": steps,
         "steps_per_call": steps / num_calls,
         "wall_us": seconds / steps * 1e6,
-        **_limit(decoder, context, num_seqs, config.get("kv_cache_dtype")),
+        **_limit(decoder, context, config.get("kv_cache_dtype"), _last_tokens(prompts, requests)),
         **_kernels(advance, held, decoder.config.num_layers),
     }
     if any(request.finished for request in requests):
@@ -150,7 +155,7 @@ def measure_generate(
         "length": _GENERATE_PROMPT,
         "num_steps": long - short,
         "wall_us": (seconds[1] - seconds[0]) / (long - short) * 1e6,
-        **_limit(decoder, context, len(params), config.get("kv_cache_dtype")),
+        **_limit(decoder, context, config.get("kv_cache_dtype"), prompts),
         "kernel_us": None,
         "kernels": None,
     }
@@ -237,7 +242,7 @@ def recorded_steps(counts: Mapping[str, int], num_layers: int) -> int:
         counts: launches by the names of kernels.
         num_layers: of the model.
     """
-    names = [name for name in counts if _DECODE in name and "merge" not in name]
+    names = [name for name in counts if _DECODE.search(name) and "merge" not in name]
     return round(sum(counts[name] for name in names) / num_layers)
 
 
@@ -260,23 +265,85 @@ def ordered(times: Sequence[profiler.Timed], num_runs: int) -> list[list[Any]] |
     return [[name, float(np.median(us))] for (name, _), us in found.items()]
 
 
+def _last_tokens(prompts: np.ndarray, requests: Sequence[Any]) -> np.ndarray:
+    """Return the last tokens of each row, i32[B, _ROUTED_TOKENS] or fewer."""
+    rows = [
+        [*prompt, *request.outputs[0].token_ids][-_ROUTED_TOKENS:]
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
+    return np.array(rows, np.int32)
+
+
 def _limit(
-    decoder: Decoder, context: float, num_seqs: int, kv_cache_dtype: str | None
+    decoder: Decoder, context: float, kv_cache_dtype: str | None, tokens: np.ndarray
 ) -> dict[str, Any]:
-    """Bytes that a step reads, and how long that takes at the rate of the floor kernel."""
+    """Bytes that a step reads, and how long that takes at the rate of the floor kernel.
+
+    Args:
+        decoder, kv_cache_dtype: as in `measure_step`.
+        context: tokens of a row, of which layers with a window read the last.
+        tokens: i32[B, N] of the rows, which say how many experts a step reads.
+    """
     spec = engine_model(decoder)[0].kv_cache_spec
-    weights = weight_bytes(decoder)
-    kv_bytes = context * num_seqs * token_bytes(spec, kv_cache_dtype)
+    hit = experts_hit(decoder, tokens)
+    weights = weight_bytes(decoder, hit)
+    row_bytes = sum(
+        token_bytes(spec.of(group), kv_cache_dtype) * min(context, group.sliding_window or context)
+        for group in spec.groups
+    )
+    kv_bytes = row_bytes * len(tokens)
     gbps = _read_gbps()
     return {
-        "num_seqs": num_seqs,
+        "num_seqs": len(tokens),
         "context": context,
         "kv_cache_dtype": kv_cache_dtype or jnp.dtype(spec.dtype).name,
+        **({"experts_hit": hit} if hit else {}),
         "weight_bytes": weights,
         "kv_bytes": kv_bytes,
         "read_gbps": gbps,
         "limit_us": (weights + kv_bytes) / gbps / 1e3 if gbps else None,
     }
+
+
+def experts_hit(decoder: Decoder, tokens: np.ndarray) -> float:
+    """Return how many experts of a layer the rows of a step are routed to, on average.
+
+    Each row is computed as if its text began with these tokens: what it reads before changes the
+    routes, but hardly their number. 0 for a model without experts.
+
+    Args:
+        decoder: the model.
+        tokens: i32[B, N] of B rows, for N steps.
+    """
+    config = decoder.config.experts
+    if config is None:
+        return 0.0
+    routes = np.asarray(_routes(*nnx.split(decoder), jnp.asarray(tokens, jnp.int32)))
+    num_layers, num_rows, num_steps, k = routes.shape
+    found = np.zeros((num_layers, num_steps, config.n_routed_experts), bool)
+    layer, _, step, _ = np.ogrid[:num_layers, :num_rows, :num_steps, :k]
+    found[layer, step, routes] = True
+    return float(found.sum(axis=-1).mean())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _routes(graphdef: Any, weights: Any, tokens: jax.Array) -> jax.Array:
+    """Return the experts i32[L, B, N, k] of tokens i32[B, N]."""
+    recorded: list[jax.Array] = []
+
+    class Recorded:
+        def __init__(self) -> None:
+            self.attend = dense_attend()
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            return self.attend(*args, **options)
+
+        def record(self, experts: jax.Array) -> None:
+            recorded.append(experts)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    nnx.merge(graphdef, weights)(tokens, positions, Recorded(), None)
+    return jnp.stack(recorded)
 
 
 @functools.cache

@@ -60,7 +60,12 @@ def gather_logprobs(
 def _gather_logprobs(
     group: DevicePeers | None, logits: jax.Array, token_ids: jax.Array, num_logprobs: int
 ) -> Logprobs:
-    """Return what `gather_logprobs` does, of a device's part of the logits if there is a group."""
+    """Return what `gather_logprobs` does, of a device's part of the logits if there is a group.
+
+    The barrier makes both sides of each comparison the same numbers: XLA may compute logits for
+    each side anew, with sums in another order, and two tokens would get one place.
+    """
+    logits = jax.lax.optimization_barrier(logits)
     size = logits.shape[1]
     places = token_ids if group is None else token_ids - group.index * size
     is_here = (places >= 0) & (places < size)

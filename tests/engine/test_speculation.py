@@ -1,7 +1,10 @@
 """Requests served with drafts have the tokens that they have without."""
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,7 +34,7 @@ from tests.support.engine_calls import (
 )
 from tests.support.marks import needs_triton, slow
 from tests.support.mixed_model import MixedModel
-from tests.support.plain_model import PlainModel, greedy_tokens
+from tests.support.plain_model import PlainModel, dense_logits, greedy_tokens
 
 K = 3
 CONFIG = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_max=3, prompt_lookup_min=1)
@@ -280,6 +283,31 @@ def test_a_completion_is_drafted_from_one_that_has_ended():
         assert tokens_of(requests) == [wanted] * 3
         accepted.append(engine.stats().spec_decode_num_accepted_tokens)
     assert accepted[0] > accepted[1] + 8
+
+
+def test_texts_are_drawn_with_the_probabilities_of_the_model():
+    """Of three tokens; the chi-square of 300 texts of three tokens each, beside wrong drafts."""
+    prompt, num_tokens, num_texts = [1, 2, 3] * 4, 3, 300
+    logits_of = jax.jit(partial(dense_logits, MODEL, weights()))
+
+    def probability(text):
+        logits = np.asarray(logits_of(np.array([*prompt, *text], np.int32)), np.float64)
+        shares = np.exp(logits[len(prompt) - 1 : -1, 1:4])
+        return np.prod([x[token - 1] / x.sum() for x, token in zip(shares, text, strict=True)])
+
+    engine = speculating()
+    how = dict(max_tokens=num_tokens, n=4, logit_bias=dict.fromkeys((1, 2, 3), 60.0))
+    params = [sampling(seed=seed, **how) for seed in range(num_texts // 4)]
+    requests = serve(engine, [prompt] * len(params), params, max_steps=5000, check=False)
+    drawn = [*map(tuple, tokens_of(requests))]
+    accepted = engine.stats().spec_decode_num_accepted_tokens
+    assert num_texts / 4 < accepted < num_texts
+    texts = [*itertools.product((1, 2, 3), repeat=num_tokens)]
+    expected = num_texts * np.array([probability(text) for text in texts])
+    assert expected.sum() == pytest.approx(num_texts)
+    counts = np.array([drawn.count(text) for text in texts])
+    degrees = len(texts) - 1
+    assert abs(np.sum((counts - expected) ** 2 / expected) - degrees) < 4 * (2 * degrees) ** 0.5
 
 
 # What the config takes.

@@ -13,13 +13,12 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     RequestOutput,
 )
-from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.rollouts import Rollouts
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.structured_outputs import StructuredOutputsParams
+from pallas_paged.engine.stats import EngineStats, PoolMap
 
 __all__ = [
     "AsyncEngine",

@@ -20,7 +20,7 @@ import numpy as np
 from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.pool_map import PoolMap
+from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 from pallas_paged.engine.requests.input_processor import score_requests, scores_of
 from pallas_paged.engine.requests.request import (
     Event,
@@ -30,8 +30,7 @@ from pallas_paged.engine.requests.request import (
     Waiter,
 )
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.structured_outputs import StructuredOutputsParams
+from pallas_paged.engine.stats import EngineStats, PoolMap
 
 
 class AsyncEngine:

@@ -19,16 +19,15 @@ import numpy as np
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import EngineDeadError, interrupts_held, progress_bar
-from pallas_paged.engine.device.modes import modes_for
+from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.stats import EngineStats
+from pallas_paged.engine.stats import EngineStats, PoolMap
 from pallas_paged.pages.table import PageTable
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX, check_integer, check_number
-from pallas_paged.engine.structured_outputs import StructuredOutputsParams
+from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 MAX_LOGPROBS = 20  # alternatives of a token with log-probabilities, as many as OpenAI's API has

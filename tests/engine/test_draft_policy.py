@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.schedule.draft_policy import DraftPolicy
+from pallas_paged.engine.schedule.calls import DraftPolicy
 from tests.support.scheduler_host import Host, make_sequence, with_forks
 
 K = 4

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_paged.engine import EngineDeadError, SamplingParams
 from pallas_paged.engine.device.executor import Executor
-from pallas_paged.engine.device.modes import modes_for
+from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.kv_cache_manager import TableUpdate
 from tests.support import raw

@@ -15,7 +15,7 @@ from pallas_paged.engine.device.state import Batch
 from pallas_paged.engine.device.step import NOT_SAMPLED
 from pallas_paged.engine.model import check_model
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.schedule.window_pool import WindowPool
+from pallas_paged.engine.schedule.windows import WindowPool
 from tests.support.engine_calls import (
     assert_every_page_is_free,
     greedy,

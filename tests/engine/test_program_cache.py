@@ -13,8 +13,8 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from pallas_paged.engine import Engine, EngineConfig, sources_key
-from pallas_paged.engine.device import program_cache
-from pallas_paged.engine.device.program_cache import ProgramCache
+from pallas_paged.engine.device import program as program_cache
+from pallas_paged.engine.device.program import ProgramCache
 from tests.support.engine_calls import MODEL, SIZES, greedy, weights
 from tests.support.plain_model import PlainModel
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import EngineConfig
+from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.drafts import History, find_drafts
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.speculative_config import SpeculativeConfig
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_paged.engine.schedule.window_prefixes import WindowPrefixes
+from pallas_paged.engine.schedule.windows import WindowPrefixes
 
 
 def prefixes(sliding_window=6, num_pages=9, kept_tokens=12):

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from pallas_paged.engine import Engine, PoolMap
-from pallas_paged.engine.device.modes import modes_for
+from pallas_paged.engine.device.program import modes_for
 from tests.support.devices import mesh
 from tests.support.engine_calls import (
     MODEL,

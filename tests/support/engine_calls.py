@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
-from pallas_paged.engine.device.modes import fit_mode, modes_for
 from pallas_paged.engine.device.pool import pool_bytes
+from pallas_paged.engine.device.program import fit_mode, modes_for
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.pool import KVPool
 from tests.support.plain_model import PlainModel

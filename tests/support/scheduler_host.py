@@ -10,8 +10,12 @@ from pallas_paged import PrefixCache
 from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput, SequenceOutput
-from pallas_paged.engine.schedule.draft_policy import DraftPolicy
+from pallas_paged.engine.schedule.calls import (
+    DraftPolicy,
+    RunnerOutput,
+    SchedulerOutput,
+    SequenceOutput,
+)
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from tests.support.allocator_oracle import AllocatorOracle

@@ -19,7 +19,7 @@ import jax
 
 from models.text import Tokenizer, read_chat_template, save_byte_tokenizer
 from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
-from pallas_paged.engine.device.modes import fit_mode, modes_for
+from pallas_paged.engine.device.program import fit_mode, modes_for
 from pallas_paged.server.server import Server, listen
 from pallas_paged.server.service import ServerConfig, Service
 from tests.support.plain_model import PlainModel, greedy_tokens

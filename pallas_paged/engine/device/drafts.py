@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX, pytree
-from pallas_paged.engine.speculative_config import SpeculativeConfig
+from pallas_paged.engine.config import SpeculativeConfig
 
 Array = Any  # of NumPy on the host, of JAX in the compiled step
 

@@ -23,8 +23,7 @@ from pallas_paged.engine.device.drafts import create_history, set_history
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
-from pallas_paged.engine.device.program import make_step
-from pallas_paged.engine.device.program_cache import ProgramCache
+from pallas_paged.engine.device.program import ProgramCache, make_step
 from pallas_paged.engine.device.state import (
     Batch,
     EngineState,
@@ -39,7 +38,7 @@ from pallas_paged.engine.device.state import (
 from pallas_paged.engine.device.step import StepOutput
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
-from pallas_paged.engine.schedule.window_pool import WindowPool
+from pallas_paged.engine.schedule.windows import WindowPool
 from pallas_paged.kernels.device import Device
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, create_page_table

@@ -1,24 +1,41 @@
-"""The jitted program of the engine's calls."""
+"""The jitted program of the engine's calls: its modes, and a cache of what it compiled to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import logging
+import os
+import pickle
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
+from jax.experimental import serialize_executable
 
+from pallas_paged.attention.partition import sources_key
+from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.drafts import add_sampled
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.device.speculation import speculate
-from pallas_paged.engine.device.state import Batch, EngineState
+from pallas_paged.engine.device.state import Batch, EngineState, Shape
 from pallas_paged.engine.device.step import NOT_SAMPLED, Call, Result, decode, prefill_and_decode
 from pallas_paged.engine.model import Model
+from pallas_paged.engine.requests.input_processor import check_lists
 from pallas_paged.engine.sampling.sampler import TokenCounts
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
+from pallas_paged.kernels.mosaic import support as mosaic_support
+
+logger = logging.getLogger("pallas_paged")
 
 # Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
 # kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
@@ -91,3 +108,143 @@ def make_step(
         is_alone = shardings is None or shardings.replicated.mesh.size == 1
         options["compiler_options"] = GPU_OPTIONS if is_alone else _MESH_OPTIONS
     return jax.jit(step, donate_argnames=("state", "counts"), **options)
+
+
+def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
+    """Return the sampling modes to compile for requests with these parameters.
+
+    Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
+    penalties and log-probabilities cost time in every row. None is for any request without
+    structured outputs and routed experts.
+    """
+    if params is None:
+        full = SamplingMode(
+            draws=True,
+            filters=2,
+            processors=True,
+            penalties=True,
+            logprobs=MAX_LOGPROBS,
+        )
+        return [
+            SamplingMode(),
+            SamplingMode(draws=True),
+            SamplingMode(draws=True, filters=2),
+            full,
+            replace(full, prompt_logprobs=MAX_LOGPROBS),
+        ]
+    check_lists(params=params)
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params has {one!r}, which must be SamplingParams")
+    modes = {SamplingMode.of(one) for one in params}
+    modes.add(reduce(or_, modes, SamplingMode()))
+    return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
+
+
+def fit_mode(mode: SamplingMode, shape: Shape) -> SamplingMode:
+    """Return the part of a mode that a batch of this shape can need."""
+    if len(shape) > 2:  # with drafts
+        mode = replace(mode, penalties=False, masks=False, routed_experts=False)
+    return mode if shape[1] else replace(mode, prompt_logprobs=-1)
+
+
+_FOLDER = "pallas_paged-steps"  # in the folder of JAX's compilation cache
+# A program that a CPU has loaded from JAX's own cache can't be saved again: it lacks functions.
+_PLATFORMS = ("gpu",)
+# Of the environment, what compilers read. What JAX reads is in its configuration.
+_VARIABLES = ("XLA_", "MOSAIC_", "TRITON_", "PALLAS_", "CUDA_", "NVIDIA_TF32")
+# Of JAX's configuration, what no program depends on.
+_IRRELEVANT = ("cache", "log", "debug_info", "traceback", "profiler", "dump", "explain")
+
+
+class ProgramCache:
+    """Loads and saves compiled steps.
+
+    The key in JAX's own compilation cache is a program's text. To trace and lower the steps of an
+    engine, only to find their text in the cache, takes most of a warm start. Here the key is what
+    the text follows from: the sources of this library, the model's `cache_key`, the versions and
+    settings of JAX and its compilers, the device, and the arguments' structure, shapes and dtypes.
+
+    A file is a pickle: like JAX's compiled programs, its writer can run any code here.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[Any], device: jax.Device):
+        """Make a cache in a folder.
+
+        Args:
+            folder: is made when the first program is saved.
+            parts: what the programs follow from beside the arguments, with a `repr` that is the
+                same in other processes.
+            device: on which the programs run.
+        """
+        mosaic_support.why_not_jax()  # imports Mosaic: its kernels are loaded with its library
+        self._folder, self._device = folder, device
+        self._parts = repr((*parts, sources_key("pallas_paged"), *_platform(device)))
+
+    @classmethod
+    def of(cls, model: Any, parts: Sequence[Any], device: jax.Device) -> ProgramCache | None:
+        """Return the cache of a model's steps.
+
+        None without a folder for JAX's compilation cache, without the model's `cache_key`, or on
+        another device than a GPU.
+        """
+        folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+        enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+        key = getattr(model, "cache_key", None)
+        if key is None or not enabled or not folder or "://" in folder:
+            return None
+        if device.platform not in _PLATFORMS:
+            return None
+        return cls(Path(folder, _FOLDER), (key, *parts), device)
+
+    def load(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled | None:
+        """Return the program for such arguments, or None."""
+        path = self._path(arguments)
+        try:
+            entry = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            payload, in_tree, out_tree = pickle.loads(zlib.decompress(entry))
+            return serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, self._device.client, [self._device]
+            )
+        except Exception as error:  # of many kinds: the file may hold anything
+            logger.warning("%s can't be loaded, so its step is compiled again: %r", path, error)
+            return None
+
+    def save(self, arguments: tuple[Any, ...], program: jax.stages.Compiled) -> None:
+        """Keep the program for such arguments, if it can be serialized."""
+        try:
+            entry = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), 1)
+        except Exception as error:  # of many kinds: what XLA or JAX can't serialize
+            logger.info("a compiled step can't be serialized: %r", error)
+            return
+        path = self._path(arguments)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                Path(folder, path.name).write_bytes(entry)
+                Path(folder, path.name).replace(path)  # a reader finds all of it, or nothing
+        except OSError as error:
+            logger.warning("a compiled step can't be kept in %s: %s", path.parent, error)
+
+    def _path(self, arguments: tuple[Any, ...]) -> Path:
+        leaves, structure = jax.tree.flatten(arguments)
+        types = [str(jax.typeof(x)) + str(getattr(x, "sharding", None)) for x in leaves]
+        key = hashlib.sha256(repr((self._parts, str(structure), types)).encode())
+        return self._folder / key.hexdigest()
+
+
+def _platform(device: jax.Device) -> tuple[Any, ...]:
+    """Return what a compiled program depends on beside its text."""
+    config: Any = jax.config
+    settings = [
+        (name, repr(getattr(config, name, None)))
+        for name in sorted(config.values)
+        if not any(word in name for word in _IRRELEVANT)
+    ]
+    variables = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
+    client = device.client
+    kind = client.platform, client.platform_version, device.device_kind, device.id
+    return jax.__version__, jaxlib.__version__, kind, settings, variables, tuning_key()

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.device.drafts import DraftCounts
 from pallas_paged.engine.device.executor import Executor
-from pallas_paged.engine.device.modes import fit_mode
+from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.device.state import (
     Batch,
     BatchBuckets,

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.checks import INT32_MAX, pytree
+from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.attend import hidden_of
 from pallas_paged.engine.device.drafts import DraftCounts, History, add_tokens, find_drafts
 from pallas_paged.engine.device.state import ChunkBatch, EngineState
@@ -31,7 +32,6 @@ from pallas_paged.engine.device.step import (
     reserve,
 )
 from pallas_paged.engine.sampling.sampler import TokenCounts
-from pallas_paged.engine.speculative_config import SpeculativeConfig
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, slot_mapping, truncate

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.checks import pytree
+from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.drafts import History
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.requests.sequence import Sequence
@@ -25,7 +26,6 @@ from pallas_paged.engine.sampling_params import (
     SamplingParams,
 )
 from pallas_paged.engine.schedule.calls import Chunk, Decode
-from pallas_paged.engine.speculative_config import SpeculativeConfig
 from pallas_paged.pages.pool import KVPool, copy_pages
 from pallas_paged.pages.sharing import attach, release, retain
 from pallas_paged.pages.table import PageTable, extend

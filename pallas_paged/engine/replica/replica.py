@@ -13,15 +13,13 @@ from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.runner import ModelRunner
 from pallas_paged.engine.device.step import StepOutput
-from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.schedule.calls import Decode, RunnerOutput, SchedulerOutput
-from pallas_paged.engine.schedule.draft_policy import DraftPolicy
+from pallas_paged.engine.schedule.calls import Decode, DraftPolicy, RunnerOutput, SchedulerOutput
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.schedule.scheduler import Scheduler
-from pallas_paged.engine.stats import Counters, EngineStats
+from pallas_paged.engine.stats import Counters, EngineStats, PoolMap
 from pallas_paged.pages.check import check_page_table
 from pallas_paged.pages.prefix_cache import PrefixCache
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX
-from pallas_paged.engine.pool_map import PoolMap
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.window_pool import WindowPool
-from pallas_paged.engine.schedule.window_prefixes import WindowPrefixes
+from pallas_paged.engine.schedule.windows import WindowPool, WindowPrefixes
+from pallas_paged.engine.stats import PoolMap
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
 

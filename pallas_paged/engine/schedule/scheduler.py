@@ -12,8 +12,13 @@ from bisect import insort
 from collections import deque
 
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.calls import Chunk, Decode, RunnerOutput, SchedulerOutput
-from pallas_paged.engine.schedule.draft_policy import DraftPolicy
+from pallas_paged.engine.schedule.calls import (
+    Chunk,
+    Decode,
+    DraftPolicy,
+    RunnerOutput,
+    SchedulerOutput,
+)
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 
 

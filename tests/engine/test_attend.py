@@ -11,8 +11,8 @@ import pallas_paged as pp
 from pallas_paged.decoder.rotary_write import split_qkv
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend
+from pallas_paged.engine.device.batch import ChunkBatch
 from pallas_paged.engine.device.program import make_step
-from pallas_paged.engine.device.state import ChunkBatch
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support import raw
 from tests.support.devices import lower_for_cuda
@@ -102,7 +102,7 @@ def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, nu
     runner = engine.replicas[0].runner
     batch = runner.empty_batch((4, num_tokens), SamplingMode(draws=True))
     weights, state = runner.executor.weights, runner.executor.state
-    shapes = jax.eval_shape(lambda: (weights.leaves, state, None, batch))
+    shapes = jax.eval_shape(lambda: (weights.leaves, state, batch))
     # Without its compile options, which only the outermost function may have.
     step = make_step(model, weights.structure, AttentionKernels()).__wrapped__
     text = lower_for_cuda(step, *shapes).as_text()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_paged.engine.device.state import BatchBuckets
+from pallas_paged.engine.device.batch import BatchBuckets
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import Chunk, Decode
 

@@ -10,9 +10,8 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.engine import EngineConfig, KVCacheSpec
+from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch
 from pallas_paged.engine.device.pool import create_pool, page_bytes, pool_bytes
-from pallas_paged.engine.device.state import Batch
-from pallas_paged.engine.device.step import NOT_SAMPLED
 from pallas_paged.engine.model import check_model
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.windows import WindowPool

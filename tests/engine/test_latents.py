@@ -137,7 +137,7 @@ def test_a_decode_step_for_cuda_writes_latents_by_the_kernel_and_fits_a_graph():
     runner = engine.replicas[0].runner
     batch = runner.empty_batch((4, 0), SamplingMode(draws=True))
     weights, state = runner.executor.weights, runner.executor.state
-    shapes = jax.eval_shape(lambda: (weights.leaves, state, None, batch))
+    shapes = jax.eval_shape(lambda: (weights.leaves, state, batch))
     # Without its compile options, which only the outermost function may have.
     step = make_step(MODEL, weights.structure, AttentionKernels()).__wrapped__
     text = lower_for_cuda(step, *shapes).as_text()

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_paged.engine.device.batch import NOT_SAMPLED
 from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.device.state import TableArrays
-from pallas_paged.engine.device.step import NOT_SAMPLED
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import Decode, SchedulerOutput
 from tests.support.engine_calls import (

@@ -15,8 +15,7 @@ from pallas_paged.decoder.latent_write import rotate_and_write_latents
 from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.decoder.rotary_write import Rotation, rotate, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
-from pallas_paged.engine.device.state import ChunkBatch
-from pallas_paged.engine.model import Model
+from pallas_paged.engine.device.batch import ChunkBatch
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.table import PageTable
@@ -82,6 +81,7 @@ class PagedAttend:
         num_kv_heads: Sequence[int],
         kernels: AttentionKernels,
         peers: Peers | None = None,
+        windows: tuple[PageTable, jax.Array, int] | None = None,
     ):
         """Gather what all layers share.
 
@@ -95,12 +95,14 @@ class PagedAttend:
             num_kv_heads: of the model's kinds of layers.
             kernels: of the attention.
             peers: of the devices of a mesh.
+            windows: of layers with the number of pages of another table: that table, with the same
+                rows and lengths and fewer pages, its slots of the new tokens, and the largest
+                window of these layers, left of which pages may be free.
         """
-
         self._recorded: list[jax.Array] = []
         self._rows, self._chunks = decode_rows, chunks
         self._pages = self._of_table(table, slot_mapping, None)
-        self._window_pages: _Pages | None = None
+        self._window_pages = None if windows is None else self._of_table(*windows)
         if chunks is not None:
             self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
         self._num_kv_heads, self._kernels = num_kv_heads, kernels
@@ -118,16 +120,6 @@ class PagedAttend:
     def recorded(self) -> jax.Array | None:
         """The experts that layers have reported, `i32[T, L, k]`; None if none has."""
         return jnp.stack(self._recorded, axis=1) if self._recorded else None
-
-    def add_window(self, table: PageTable, slot_mapping: jax.Array, sliding_window: int) -> None:
-        """Let layers with the number of pages of another table use that one.
-
-        Args:
-            table: with the same rows and lengths, and fewer pages.
-            slot_mapping: `i32[T]`, slots of the new tokens in it.
-            sliding_window: the largest of those layers; pages left of it may be free.
-        """
-        self._window_pages = self._of_table(table, slot_mapping, sliding_window)
 
     def _of_table(
         self, table: PageTable, slot_mapping: jax.Array, sliding_window: int | None
@@ -270,47 +262,6 @@ class PagedAttend:
             of_all = of_chunks(*queries, cache, **how, **options)
             out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
         return out, cache
-
-
-def hidden_of(
-    model: Model,
-    params: Any,
-    tokens: jax.Array,
-    positions: jax.Array,
-    attend: PagedAttend,
-    cache: tuple[LayerKV, ...],
-) -> tuple[jax.Array, tuple[LayerKV, ...]]:
-    """Run a model on new tokens; arguments and results are those of `Model`.
-
-    Raises:
-        ValueError: while tracing: the hidden states are not `[T, E]`, or the cache is not what
-            `attend` returned for each layer.
-    """
-    hidden, layers = model(params, tokens, positions, attend, cache)
-    if hidden.ndim != 2 or len(hidden) != len(tokens):
-        raise ValueError(f"the model's hidden states must be [T={len(tokens)}, E]: {hidden.shape=}")
-    if len(layers) != len(cache):
-        raise ValueError(f"the model's cache must have {len(cache)} layers, not {len(layers)}")
-    for index, (new, old) in enumerate(zip(layers, cache, strict=True)):
-        if not isinstance(new, LayerKV) or new.k_pages is old.k_pages:
-            raise ValueError(f"layer {index} of the model's cache must be what `attend` returned")
-    return hidden, tuple(layers)
-
-
-def logits_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
-    """Return the logits `f32[S, vocab_size]` of hidden states `[S, E]`.
-
-    Raises:
-        ValueError: while tracing: the model's are others.
-    """
-    logits = model.logits(params, hidden)
-    wanted = len(hidden), model.vocab_size
-    if logits.shape != wanted or logits.dtype != jnp.float32:
-        raise ValueError(
-            f"the model's logits must be f32{[*wanted]}, as of model.vocab_size, not "
-            f"{logits.dtype}{[*logits.shape]}"
-        )
-    return logits
 
 
 def decode_places(rows: jax.Array, num_tokens: int, num_slots: int) -> jax.Array:

@@ -19,23 +19,23 @@ import numpy as np
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
-from pallas_paged.engine.device.drafts import create_history, set_history
-from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
+from pallas_paged.engine.device.batch import Batch, StepOutput
+from pallas_paged.engine.device.placement import Placement, Shardings, Weights
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.program import ProgramCache, make_step
 from pallas_paged.engine.device.state import (
-    Batch,
     EngineState,
+    History,
     SlotStates,
     TableArrays,
     fork,
-    fork_on,
+    jit_change,
+    set_history,
     set_slots,
     slot_states,
-    update_table,
+    update_tables,
 )
-from pallas_paged.engine.device.step import StepOutput
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
 from pallas_paged.engine.schedule.windows import WindowPool
@@ -164,12 +164,9 @@ class Executor:
             pool=self._create_pool(),
             slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
             valid=placement.put(np.bool_(True)),
-            history=None
-            if config.speculation is None
-            else placement.put(create_history(config.max_num_seqs, max_len)),
+            history=None if config.speculation is None else self._create_history(max_len),
         )
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
-        self._counts: TokenCounts | None = None
         shardings = None if placement.mesh is None else Shardings.of(self.state)
         kernels = AttentionKernels(config.implementation, config.interpret)
         self._step = make_step(model, weights.structure, kernels, shardings)
@@ -179,16 +176,10 @@ class Executor:
         if mesh is None and followers is None:
             self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
-        self._update_table, self._set_slots = update_table, set_slots
-        self._count_tokens, self._set_history = _count_tokens, set_history
-        self._fork: Callable[..., EngineState] = fork
-        if shardings is not None:
-            replicated = shardings.replicated
-            self._update_table = jit_replicated(update_table, replicated, 2)
-            self._fork = fork_on(shardings)
-            self._set_slots = jit_replicated(set_slots, replicated, 1)
-            self._set_history = jit_replicated(set_history, replicated, 1)
-            self._count_tokens = jit_replicated(set_token_counts, replicated, 1)
+        self._changes = {}
+        for change in (fork, set_history, set_slots, update_tables):
+            of_changed = None if mesh is None else Shardings.of(self._changed(change))
+            self._changes[change] = jit_change(change, of_changed)
 
     @property
     def free_tokens(self) -> float:
@@ -210,39 +201,31 @@ class Executor:
         if self._program_cache is not None and kind not in self._programs and not self._load(batch):
             self._keep(batch, self.lower(batch).compile())
         step = self._programs.get(kind, self._step)
-        self.state, counts, output = step(*self._arguments(batch))
-        if counts is not None:
-            self._counts = counts
+        counts = self.state.counts
+        self.state, output = step(*self._arguments(batch))
+        if not batch.mode.penalties:
+            self.state = replace(self.state, counts=counts)
         return output
 
     @_followed
-    def update_table(self, arrays: TableArrays) -> None:
-        """Change the page table, as `state.update_table`."""
-        table, valid = self._update_table(self.state.table, self.state.valid, arrays)
-        self.state = replace(self.state, table=table, valid=valid)
-
-    @_followed
-    def update_window_table(self, arrays: TableArrays) -> None:
-        """Change the page table of layers with a window, which there must be, likewise."""
-        table, valid = self._update_table(self.state.window_table, self.state.valid, arrays)
-        self.state = replace(self.state, window_table=table, valid=valid)
+    def update_table(self, *updates: TableArrays) -> None:
+        """Change the page tables, as `update_tables`."""
+        self._change(update_tables, updates)
 
     @_followed
     def fork(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Fork slots, as `state.fork`."""
-        self.state = self._fork(self.state, src, dst)
+        self._change(fork, src, dst)
 
     @_followed
     def set_slots(self, indices: np.ndarray, values: SlotStates) -> None:
         """Set slots, as `state.set_slots`."""
-        slots = self._set_slots(self.state.slots, indices, values)
-        self.state = replace(self.state, slots=slots)
+        self._change(set_slots, indices, values)
 
     @_followed
     def set_history(self, slot: np.int32, token_ids: np.ndarray, group: np.int32) -> None:
-        """Set the tokens in which drafts for a slot are looked for, as `drafts.set_history`."""
-        history = self._set_history(self.state.history, slot, token_ids, group)
-        self.state = replace(self.state, history=history)
+        """Set the tokens in which drafts for a slot are looked for, as `state.set_history`."""
+        self._change(set_history, slot, token_ids, group)
 
     @_followed
     def count_tokens(
@@ -254,14 +237,17 @@ class Executor:
     ) -> None:
         """Count tokens for penalties, as `sampler.set_token_counts`."""
         counts = self._make_counts()
-        self._counts = self._count_tokens(counts, slot, prompt_token_ids, output_token_ids, first)
+        shardings = None if self.placement.mesh is None else Shardings.of(counts)
+        count = jit_change(set_token_counts, shardings)
+        counts = count(counts, slot, prompt_token_ids, output_token_ids, first)
+        self.state = replace(self.state, counts=counts)
 
     @_followed
     def sleep(self) -> None:
         """Free the memory of the pool."""
-        for leaf in jax.tree.leaves((self.state.pool, self._counts)):
+        for leaf in jax.tree.leaves((self.state.pool, self.state.counts)):
             leaf.delete()
-        self._counts = None
+        self.state = replace(self.state, counts=None)
 
     @_followed
     def wake_up(self) -> None:
@@ -304,7 +290,18 @@ class Executor:
 
     def _arguments(self, batch: Batch) -> tuple[Any, ...]:
         counts = self._make_counts() if batch.mode.penalties else None
-        return self.weights.leaves, self.state, counts, batch, self._peers
+        return self.weights.leaves, replace(self.state, counts=counts), batch, self._peers
+
+    def _changed(self, change: Callable[..., EngineState]) -> EngineState:
+        """Return what a function of `state.py` takes: only forks copy pages of the pool."""
+        pool = self.state.pool if change is fork else KVPool(layers=())
+        return replace(self.state, pool=pool, counts=None)
+
+    def _change(self, change: Callable[..., EngineState], *args: Any) -> None:
+        """Change the state by a function of `state.py`."""
+        pool, counts = self.state.pool, self.state.counts
+        new = self._changes[change](self._changed(change), *args)
+        self.state = replace(new, pool=new.pool if change is fork else pool, counts=counts)
 
     def _load(self, batch: Batch) -> bool:
         """Load the step of a batch; return whether it was in `ProgramCache`."""
@@ -322,7 +319,7 @@ class Executor:
 
     def trace(self, batch: Batch) -> None:
         """Trace the step of a batch, so that a model that it can't run fails now."""
-        jax.eval_shape(self._step, self.weights.leaves, self.state, None, batch, self._peers)
+        jax.eval_shape(self._step, *self._arguments(batch))
 
     def read(self, arrays: Any) -> Any:
         """Wait for arrays of the device, and return them as NumPy arrays."""
@@ -349,15 +346,20 @@ class Executor:
         )
         return placement.put(pool) if placement.mesh is None else pool
 
+    def _create_history(self, max_len: int) -> History:
+        num_slots = self.config.max_num_seqs
+        token_ids = np.full((num_slots, max_len), -1, np.int32)
+        history = History(token_ids=token_ids, groups=np.full(num_slots, -1, np.int32))
+        return self.placement.put(history)
+
     def _make_counts(self) -> TokenCounts:
-        if self._counts is None:
+        """Return the counts of the state, which has them from the first use on."""
+        if (counts := self.state.counts) is None:
             shardings = self.placement.replicated
             make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=shardings)
-            self._counts = make(self.config.max_num_seqs, self.model.vocab_size)
-        return self._counts
-
-
-_count_tokens = jax.jit(set_token_counts, donate_argnums=0)
+            counts = make(self.config.max_num_seqs, self.model.vocab_size)
+            self.state = replace(self.state, counts=counts)
+        return counts
 
 
 def _kind(batch: Batch) -> tuple[Any, ...]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from inspect import unwrap
 from typing import Any
 
 import jax
@@ -161,23 +159,6 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
         return jax.device_put(x, sharding)
     host = np.asarray(x, jnp.result_type(x))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-@lru_cache(maxsize=64)
-def jit_replicated(function: Callable[..., Any], sharding: NamedSharding, donated: int) -> Any:
-    """Return a jitted function of arrays that are replicated on every device.
-
-    Args:
-        function: takes positional arguments; a jitted one is jitted anew.
-        sharding: of all arguments and results.
-        donated: how many of the first arguments are donated.
-    """
-    return jax.jit(
-        unwrap(function),
-        in_shardings=sharding,
-        out_shardings=sharding,
-        donate_argnums=tuple(range(donated)),
-    )
 
 
 class Weights:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 from jax.experimental import serialize_executable
 
@@ -24,14 +23,13 @@ from pallas_paged.attention.partition import sources_key
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels
-from pallas_paged.engine.device.drafts import add_sampled
+from pallas_paged.engine.device.batch import Batch, Shape
 from pallas_paged.engine.device.placement import Shardings
-from pallas_paged.engine.device.speculation import speculate
-from pallas_paged.engine.device.state import Batch, EngineState, Shape
-from pallas_paged.engine.device.step import NOT_SAMPLED, Call, Result, decode, prefill_and_decode
+from pallas_paged.engine.device.speculation import add_sampled, speculate
+from pallas_paged.engine.device.state import EngineState
+from pallas_paged.engine.device.step import Call, Result, decode, prefill_and_decode
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.requests.input_processor import check_lists
-from pallas_paged.engine.sampling.sampler import TokenCounts
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
@@ -52,7 +50,7 @@ GPU_OPTIONS = {
 _MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
 if jax.__version_info__ >= (0, 11):
     _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
-Step = Callable[..., Result]  # of the leaves of the parameters, state, counts, batch and peers
+Step = Callable[..., Result]  # of the leaves of the parameters, state, batch and peers
 
 
 @lru_cache(maxsize=16)
@@ -73,41 +71,33 @@ def make_step(
             replicated.
 
     Returns:
-        The step. State and counts are donated; counts are used if the batch's mode has penalties.
+        The step. The state is donated. It has counts if the batch's mode has penalties.
     """
 
     def step(
         leaves: tuple[jax.Array, ...],
         state: EngineState,
-        counts: TokenCounts | None,
         batch: Batch,
         peers: Peers | None = None,
     ) -> Result:
         params = jax.tree.unflatten(structure, leaves)
         call = Call(model=model, params=params, batch=batch, kernels=kernels, peers=peers)
         if batch.speculation is not None:
-            return speculate(call, state, counts)
+            return speculate(call, state)
         run = decode if batch.chunks is None else prefill_and_decode
-        state, counts, output = run(call, state, counts)
-        if state.history is not None:
-            rows = batch.decode_slots
-            if batch.chunks is not None:
-                rows = jnp.arange(state.table.max_seqs, dtype=jnp.int32)
-            lens = state.table.seq_lens.at[rows].get(mode="fill", fill_value=0)
-            tokens = output.token_ids
-            history = add_sampled(state.history, rows, lens, tokens, tokens != NOT_SAMPLED)
-            state = replace(state, history=history)
-        return state, counts, output
+        state, output = run(call, state)
+        return add_sampled(state, batch, output.token_ids), output
 
     options: dict[str, Any] = {}
     if shardings is not None:
-        state_shardings, replicated = shardings.tree, shardings.replicated
-        options["in_shardings"] = (None, state_shardings, replicated, replicated, None)
-        options["out_shardings"] = (state_shardings, replicated, replicated)
+        replicated = shardings.replicated
+        of_state = replace(shardings.tree, counts=replicated)  # if the state has counts
+        options["in_shardings"] = (None, of_state, replicated, None)
+        options["out_shardings"] = (of_state, replicated)
     if jax.default_backend() == "gpu":
         is_alone = shardings is None or shardings.replicated.mesh.size == 1
         options["compiler_options"] = GPU_OPTIONS if is_alone else _MESH_OPTIONS
-    return jax.jit(step, donate_argnames=("state", "counts"), **options)
+    return jax.jit(step, donate_argnames="state", **options)
 
 
 def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from operator import or_
 from typing import Any
 
@@ -13,18 +13,16 @@ import jax
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX
-from pallas_paged.engine.device.drafts import DraftCounts
-from pallas_paged.engine.device.executor import Executor
-from pallas_paged.engine.device.program import fit_mode
-from pallas_paged.engine.device.state import (
+from pallas_paged.engine.device.batch import (
+    NOT_SAMPLED,
     Batch,
     BatchBuckets,
     Shape,
-    TableArrays,
-    set_slot,
-    slot_states,
+    StepOutput,
 )
-from pallas_paged.engine.device.step import NOT_SAMPLED, StepOutput
+from pallas_paged.engine.device.executor import Executor
+from pallas_paged.engine.device.program import fit_mode
+from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling.logprobs import Logprobs
@@ -202,15 +200,12 @@ class ModelRunner:
         window_attachments: list[Attachment] | None = None,
     ) -> None:
         """Retain all, then free, release and attach, in as few calls of one shape as possible."""
-        table, windows = self.table, self.executor.state.window_table
-        for arrays in _table_arrays(
-            table, update.retained, update.freed, update.released, attachments
-        ):
-            self.executor.update_table(arrays)
-        if windows is not None:
+        pieces = [_pieces(update.retained, update.freed, update.released, attachments)]
+        if len(tables := self.executor.state.tables) > 1:
             pages = update.window_retained, update.freed, update.window_released
-            for arrays in _table_arrays(windows, *pages, window_attachments or [], has_holes=True):
-                self.executor.update_window_table(arrays)
+            pieces.append(_pieces(*pages, window_attachments or []))
+        for each in zip_longest(*pieces, fillvalue=([], [], [], [])):
+            self.executor.update_table(*map(_table_arrays, tables, each, (False, True)))
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
         num_slots = self.executor.config.max_num_seqs
@@ -218,50 +213,40 @@ class ModelRunner:
         self.executor.fork(src, dst)
 
 
-def _table_arrays(
-    table: PageTable,
-    retained: list[int],
-    freed: list[int],
-    released: list[int],
-    attachments: list[Attachment],
-    *,
-    has_holes: bool = False,
-) -> Iterator[TableArrays]:
-    """Yield what the calls of `ModelRunner.update_table` take.
+Piece = tuple[list[int], list[int], list[int], list[Attachment]]
 
-    Args:
-        table: its sizes.
-        retained, freed, released, attachments: as there.
-        has_holes: whether attachments may begin with pages of -1.
-    """
 
-    def arrays(
-        retained: list[int], freed: list[int], released: list[int], attachments: list[Attachment]
-    ) -> TableArrays:
-        is_freed = np.zeros(table.max_seqs, bool)
-        is_freed[freed] = True
-        pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
-        first_blocks = np.zeros(_MAX_ATTACHMENTS, np.int32)
-        for entry, (_, attached) in enumerate(attachments):
-            first_blocks[entry] = first = attached.count(-1)
-            pages[entry, : len(attached) - first] = attached[first:]
-        slots = [slot for slot, _ in attachments]
-        return TableArrays(
-            retained=_padded(retained, _MAX_PAGES, table.num_pages),
-            freed=is_freed,
-            released=_padded(released, _MAX_PAGES, table.num_pages),
-            slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
-            pages=pages,
-            first_blocks=first_blocks if has_holes else None,
-        )
-
+def _pieces(
+    retained: list[int], freed: list[int], released: list[int], attachments: list[Attachment]
+) -> Iterator[Piece]:
+    """Yield what each call of `ModelRunner.update_table` does, of arguments as there."""
     *earlier, retained = _split(retained, _MAX_PAGES)
     for one in earlier:
-        yield arrays(one, [], [], [])
+        yield one, [], [], []
     attached = _split(attachments, _MAX_ATTACHMENTS)
     for one, entries in zip_longest(_split(released, _MAX_PAGES), attached):
-        yield arrays(retained, freed, one or [], entries or [])
+        yield retained, freed, one or [], entries or []
         retained, freed = [], []
+
+
+def _table_arrays(table: PageTable, piece: Piece, has_holes: bool) -> TableArrays:
+    """Return the arrays of a piece; with holes, attachments may begin with pages of -1."""
+    retained, freed, released, attachments = piece
+    is_freed = np.zeros(table.max_seqs, bool)
+    is_freed[freed] = True
+    pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
+    first_blocks = np.zeros(_MAX_ATTACHMENTS, np.int32)
+    for entry, (_, attached) in enumerate(attachments):
+        first_blocks[entry] = first = attached.count(-1)
+        pages[entry, : len(attached) - first] = attached[first:]
+    return TableArrays(
+        retained=_padded(retained, _MAX_PAGES, table.num_pages),
+        freed=is_freed,
+        released=_padded(released, _MAX_PAGES, table.num_pages),
+        slots=_padded([slot for slot, _ in attachments], _MAX_ATTACHMENTS, table.max_seqs),
+        pages=pages,
+        first_blocks=first_blocks if has_holes else None,
+    )
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:
@@ -283,94 +268,60 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
     tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
 
     def pages_of(mapping: Any) -> list[Any]:
-        """Return the page of each new token, of each row."""
-        if mapping is None:
-            return []
+        """Return the page of each new token: of each row, or with chunks of all in one list."""
+        if mapping is None:  # there is one table
+            return [] if chunks else [[]] * len(decodes)
         return ((mapping if chunks else mapping[:num_steps]) // page_size).T.tolist()
 
     pages, window_pages = pages_of(output.slot_mapping), pages_of(output.window_slot_mapping)
+    # With chunks, the tokens of these come first, and those of decoding rows last.
+    starts = [0] * len(decodes)
+    if chunks:
+        starts = [*range(output.slot_mapping.size - len(decodes), output.slot_mapping.size)]
+        starts += accumulate([len(chunk.token_ids) for chunk in chunks[:-1]], initial=0)
     sequences: list[SequenceOutput] = []
-
-    def decoded(pages: list[Any], row: int, num_tokens: int) -> list[int]:
-        """Return the pages of a decoding row's new tokens."""
-        if chunks:  # one token each, the last ones
-            first = len(pages) - len(decodes) + row
-            return pages[first : first + num_tokens]
-        return pages[row][:num_tokens] if pages else []
-
-    def routed(sequence: Sequence, place: Any) -> np.ndarray | None:
-        """Return the experts of a sequence's tokens, if it asks for them."""
-        if not sequence.mode.routed_experts or output.routed_experts is None:
-            return None
-        return np.asarray(output.routed_experts[place], np.int16)
-
-    def sampled(sequence: Sequence, row: int) -> tuple[list[int], LogprobSequence | None]:
-        token_ids = tokens[row]
-        if token_ids[-1] == NOT_SAMPLED:
-            token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-        if (num_logprobs := sequence.request.params.num_logprobs) is None:
-            return token_ids, None
-        place = slice(len(token_ids)), row
-        return token_ids, _read_logprobs(output.logprobs, place, token_ids, num_logprobs)
-
-    # Sequences that have ended meanwhile have no slot; none has another, because pages are
-    # taken from a sequence only while nothing is in flight.
-    for row, decode in enumerate(decodes):
-        if (slot := decode.sequence.slot) is None:
+    computed: list[Decode | Chunk] = [*decodes, *chunks]
+    for index, (one, start) in enumerate(zip(computed, starts, strict=True)):
+        sequence, params = one.sequence, one.sequence.request.params
+        # Sequences that have ended meanwhile have no slot; none has another, because pages are
+        # taken from a sequence only while nothing is in flight.
+        if sequence.slot is None:
             continue
-        token_ids, logprobs = sampled(decode.sequence, slot if chunks else row)
-        place: Any = slice(len(token_ids)), row
-        if chunks:
-            first = output.slot_mapping.size - len(decodes) + row
-            place = slice(first, first + len(token_ids))
+        chunk = one if isinstance(one, Chunk) else None
+        row, token_ids = sequence.slot if chunks else index, []
+        if chunk is None or chunk.is_last:
+            token_ids = tokens[row]
+            if token_ids[-1] == NOT_SAMPLED:
+                token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
+        end = start + len(token_ids if chunk is None else chunk.token_ids)
+
+        place: Any = slice(start, end) if chunks else (slice(end), row)
+        logprobs = prompt_logprobs = experts = None
+        if token_ids and params.num_logprobs is not None:
+            sampled = slice(len(token_ids)), row
+            logprobs = _read_logprobs(output.logprobs, sampled, token_ids, params.num_logprobs)
+        if chunk is not None and (targets := chunk.targets) is not None:
+            wanted, most = slice(start, start + len(targets)), params.prompt_logprobs or 0
+            prompt_logprobs = _read_logprobs(output.prompt_logprobs, wanted, targets, most)
+        if sequence.mode.routed_experts and output.routed_experts is not None:
+            experts = np.asarray(output.routed_experts[place], np.int16)
         sequences.append(
             SequenceOutput(
-                scheduled=decode,
-                pages=decoded(pages, row, len(token_ids)),
-                window_pages=decoded(window_pages, row, len(token_ids)),
-                token_ids=token_ids,
-                logprobs=logprobs,
-                routed_experts=routed(decode.sequence, place),
-            )
-        )
-    start = 0
-    for chunk in chunks:
-        end = start + len(chunk.token_ids)
-        sequence = chunk.sequence
-        if sequence.slot is not None:
-            prompt_logprobs = None
-            if (targets := chunk.targets) is not None:
-                place = slice(start, start + len(targets))
-                most = sequence.request.params.prompt_logprobs or 0
-                prompt_logprobs = _read_logprobs(output.prompt_logprobs, place, targets, most)
-            token_ids, logprobs = sampled(sequence, sequence.slot) if chunk.is_last else ([], None)
-            one = SequenceOutput(
-                scheduled=chunk,
-                pages=pages[start:end],
-                window_pages=window_pages[start:end],
+                scheduled=one,
+                pages=(pages if chunks else pages[index])[start:end],
+                window_pages=(window_pages if chunks else window_pages[index])[start:end],
                 token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                routed_experts=routed(sequence, slice(start, end)),
+                routed_experts=experts,
             )
-            sequences.append(one)
-        start = end
-    windows, drafts = output.num_free_window_pages, output.drafts
+        )
+    drafts, windows = output.drafts, output.num_free_window_pages
     return RunnerOutput(
-        drafts=None if drafts is None else _read_drafts(drafts),
+        drafts=None if drafts is None else DraftOutput(*(x.tolist() for x in drafts)),
         num_free=int(output.num_free),
         num_free_window_pages=0 if windows is None else int(windows),
         sequences=sequences,
-    )
-
-
-def _read_drafts(drafts: DraftCounts) -> DraftOutput:
-    return DraftOutput(
-        num_steps=int(drafts.num_steps),
-        num_rows=int(drafts.num_rows),
-        num_drafts=int(drafts.num_drafts),
-        num_draft_tokens=int(drafts.num_draft_tokens),
-        num_accepted_per_pos=drafts.num_accepted_per_pos.tolist(),
     )
 
 

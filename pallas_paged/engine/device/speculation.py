@@ -1,10 +1,12 @@
-"""A call that verifies drafts: a loop of steps, each of several tokens of every row.
+"""Drafts of the next tokens of rows, and a call that verifies them.
 
-A draw is a function of the seeds, the position and the logits. So a step computes the newest token
-of a row and its drafts, draws after each of them, and keeps what it drew as long as the drafts are
-that: these are the tokens that come without drafts, sampled ones too. Leviathan et al., "Fast
-Inference from Transformers via Speculative Decoding", ICML 2023, whose sampler is for draws that
-nothing ties together. Drafts from earlier tokens: Saxena, "Prompt Lookup Decoding", 2023.
+Drafts are what followed the newest tokens of a row where these stood before: Saxena, "Prompt Lookup
+Decoding", 2023. A call is a loop of steps, each of several tokens of every row. A draw is a
+function of the seeds, the position and the logits. So a step computes the newest token of a row and
+its drafts, draws after each of them, and keeps what it drew as long as the drafts are that: these
+are the tokens that come without drafts, sampled ones too. Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", ICML 2023, whose sampler is for draws that nothing ties
+together.
 
 Pages are taken once, for the most tokens that the host has asked for. How many there are is a part
 of the loop's state, and in the end the pages of the others are free again: nothing is copied.
@@ -20,21 +22,105 @@ import jax.numpy as jnp
 
 from pallas_paged.checks import INT32_MAX, pytree
 from pallas_paged.engine.config import SpeculativeConfig
-from pallas_paged.engine.device.attend import hidden_of
-from pallas_paged.engine.device.drafts import DraftCounts, History, add_tokens, find_drafts
-from pallas_paged.engine.device.state import ChunkBatch, EngineState
-from pallas_paged.engine.device.step import (
-    NOT_SAMPLED,
-    Call,
-    Result,
-    draw,
-    output_of,
-    reserve,
-)
-from pallas_paged.engine.sampling.sampler import TokenCounts
+from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, ChunkBatch, output_of
+from pallas_paged.engine.device.state import EngineState, History
+from pallas_paged.engine.device.step import Call, Result, draw, reserve
+from pallas_paged.engine.schedule.calls import DraftOutput
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, slot_mapping, truncate
+
+
+def add_tokens(
+    history: History, slots: jax.Array, places: jax.Array, token_ids: jax.Array
+) -> History:
+    """Add new tokens of R rows.
+
+    Args:
+        history: of all slots.
+        slots: `i32[R]` or `i32[R, 1]`, out of range for padding.
+        places: `i32[..., R]` or `i32[R, W]`, of the tokens; out of range for those that are none.
+        token_ids: likewise.
+    """
+    tokens = jnp.maximum(token_ids, 0)  # -1 is of bad logits, which end a row
+    return replace(history, token_ids=history.token_ids.at[slots, places].set(tokens, mode="drop"))
+
+
+def add_sampled(state: EngineState, batch: Batch, token_ids: jax.Array) -> EngineState:
+    """Add the tokens `i32[K, R]` that a call without drafts has sampled, if there is a history."""
+    if state.history is None:
+        return state
+    rows = batch.decode_slots
+    if batch.chunks is not None:
+        rows = jnp.arange(state.table.max_seqs, dtype=jnp.int32)
+    # The K/V of all but the last one sampled are in the pages after the call.
+    lens = state.table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+    is_sampled = token_ids != NOT_SAMPLED  # of each row the first ones
+    steps = jnp.arange(len(token_ids), dtype=jnp.int32)[:, None]
+    places = lens + 1 - jnp.sum(is_sampled, axis=0) + steps
+    places = jnp.where(is_sampled, places, INT32_MAX)
+    return replace(state, history=add_tokens(state.history, rows, places, token_ids))
+
+
+def find_drafts(
+    history: History, slots: jax.Array, num_tokens: jax.Array, config: SpeculativeConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Draft what followed the newest tokens of each row where these stood before.
+
+    The longest of them that stood before count; of several such places one in the row itself, and
+    then the latest. Drafts from the row that would come from beyond its newest token go on with
+    what was drafted first, so that a text with a short period is drafted to its end.
+
+    Args:
+        history: of S slots.
+        slots: `i32[R]`, of the rows; what is returned for one out of range means nothing.
+        num_tokens: `i32[R]`, how many tokens rows have.
+        config: static. "suffix" looks in all slots of a row's group, and drafts no more tokens
+            than have matched times its factor.
+
+    Returns:
+        Drafts `i32[R, num_speculative_tokens]`, and how many of them there are, `i32[R]`.
+    """
+    own = history.token_ids.at[slots].get(mode="clip")  # [R, L]
+    newest = num_tokens[:, None] - 1
+    if config.method == "suffix":
+        # [R, S, L]: XLA does not store it, but computes it within the two maxima.
+        texts = history.token_ids[None]
+        groups = history.groups.at[slots].get(mode="clip")
+        searched = (groups[:, None] == history.groups)[:, :, None]
+        is_own = slots[:, None] == jnp.arange(history.groups.size)
+    else:
+        texts = own[:, None]
+        searched, is_own = jnp.bool_(True), jnp.ones((slots.size, 1), bool)
+    _, num_texts, length = texts.shape
+    # Where earlier tokens end, which another follows.
+    following = jnp.pad(texts[:, :, 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
+    goes_on = searched & (following >= 0)
+    matched = jnp.zeros(1, jnp.int32)
+    for age in range(config.longest_match):
+        wanted = jnp.take_along_axis(own, jnp.maximum(newest - age, 0), axis=1)[:, :, None]
+        earlier = jnp.pad(
+            texts[:, :, : length - age], ((0, 0), (0, 0), (age, 0)), constant_values=-1
+        )
+        goes_on &= (earlier == wanted) & (newest >= age)[:, :, None]
+        matched = matched + goes_on
+    longest = jnp.max(matched, axis=(1, 2))
+    end = jnp.arange(length, dtype=jnp.int32)
+    order = jnp.where(is_own[:, :, None], length, 0) + end
+    order = order * num_texts + jnp.arange(num_texts, dtype=jnp.int32)[:, None]
+    place = jnp.max(jnp.where(matched == longest[:, None, None], order, -1), axis=(1, 2))
+    text, found = place % num_texts, place // num_texts
+    is_own_place = (found >= length)[:, None]
+    found = (found % length)[:, None]
+    period = jnp.maximum(newest - found, 1)
+    ahead = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
+    places = found + 1 + jnp.where(is_own_place, ahead % period, ahead)
+    rows = text if config.method == "suffix" else jnp.arange(slots.size)
+    source = history.token_ids if config.method == "suffix" else own
+    drafts = source.at[rows[:, None], places].get(mode="fill", fill_value=-1)
+    counts = jnp.min(jnp.where(drafts < 0, ahead, ahead.size), axis=1)
+    counts = jnp.minimum(counts, (config.drafts_of_a_token * longest).astype(jnp.int32))
+    return jnp.maximum(drafts, 0), jnp.where(longest >= config.shortest_match, counts, 0)
 
 
 @pytree
@@ -76,13 +162,13 @@ class _Verification:
         """Places behind the newest token, that one included: `i32[tokens_of_step]`."""
         return jnp.arange(self.config.tokens_of_step, dtype=jnp.int32)
 
-    def with_lens(self, table: PageTable, lens: jax.Array) -> PageTable:
-        """Return a table in which the rows have these lengths, for which they have pages."""
-        return replace(table, seq_lens=table.seq_lens.at[self.slots].set(lens, mode="drop"))
+    def with_lens(self, table: PageTable, lens: jax.Array) -> jax.Array:
+        """Return the lengths of all slots of a table, where these are those of the rows."""
+        return table.seq_lens.at[self.slots].set(lens, mode="drop")
 
     def step(
         self, rows: _Rows, history: History, layers: tuple[LayerKV, ...]
-    ) -> tuple[_Rows, History, tuple[LayerKV, ...], tuple[Any, ...], DraftCounts]:
+    ) -> tuple[_Rows, History, tuple[LayerKV, ...], tuple[Any, ...], DraftOutput]:
         """Draft, compute and draw.
 
         Returns:
@@ -102,7 +188,7 @@ class _Verification:
         history = add_tokens(history, self.slots[:, None], places, drawn)
         newest = jnp.take_along_axis(drawn, jnp.maximum(num_new - 1, 0)[:, None], axis=1)[:, 0]
         right = ahead[:-1] < jnp.minimum(accepted, num_new)[:, None]
-        counts = DraftCounts(
+        counts = DraftOutput(
             num_steps=jnp.int32(1),
             num_rows=jnp.sum(rows.live, dtype=jnp.int32),
             num_drafts=jnp.sum(num_drafts > 0, dtype=jnp.int32),
@@ -145,9 +231,8 @@ class _Verification:
         tokens = jnp.where(is_token, tokens, 0)
         slots = self.slots.at[row].get(mode="fill", fill_value=state.table.max_seqs)
         positions = jnp.where(is_token, rows.lens.at[row].get(mode="clip") + offset, 0)
-        table = self.with_lens(state.table, rows.lens + q_lens)
-        if (windows := state.window_table) is not None:
-            windows = self.with_lens(windows, rows.lens + q_lens)
+        lens = rows.lens + q_lens
+        tables = [replace(x, seq_lens=self.with_lens(x, lens)) for x in state.tables]
         chunks = ChunkBatch(
             token_ids=tokens,
             cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
@@ -155,17 +240,18 @@ class _Verification:
             is_last=rows.live,
             targets=None,
         )
-        seen = replace(state, table=table, window_table=windows)
-        attend, _ = call.attend(seen, slots, positions, self.slots[:0], chunks)
-        hidden, layers = hidden_of(call.model, call.params, tokens, positions, attend, layers)
+        seen = replace(state.with_tables(tables), pool=KVPool(layers=layers))
+        seen, hidden, *_ = call.hidden(
+            seen, tokens, slots, positions, decode_rows=self.slots[:0], chunks=chunks
+        )
         logits = call.logits(hidden)
-        drawn = draw(call, logits, state.slots, None, slots, is_token, positions + 1)
+        drawn = draw(call, state, logits, slots, is_token, positions + 1)
         grid = jnp.minimum(starts[:, None] + self.ahead, place.size - 1)
         tokens, ended, logprobs = jax.tree.map(lambda x: x[grid], drawn)
-        return tokens, ended, logprobs, layers
+        return tokens, ended, logprobs, seen.pool.layers
 
 
-def speculate(call: Call, state: EngineState, counts: TokenCounts | None) -> Result:
+def speculate(call: Call, state: EngineState) -> Result:
     """Run up to `num_steps` tokens of each row, in up to `num_verifications` steps.
 
     It stops early when all rows have ended, or when one has the most tokens that any may have in
@@ -212,33 +298,20 @@ def speculate(call: Call, state: EngineState, counts: TokenCounts | None) -> Res
         lambda c: (c[0] < batch.num_verifications) & c[-1], body, carry
     )
 
-    def kept(table: PageTable) -> tuple[PageTable, jax.Array]:
-        """Free the pages that have no token; the last page of a row is its own: no copy is made.
-
-        Returns:
-            The table, and the pool slots of the new tokens, `i32[K, R]`.
-        """
-        table = truncate(table, verification.with_lens(table, rows.lens).seq_lens)[0]
-        places = start + jnp.arange(most, dtype=jnp.int32)[:, None]
-        every = jnp.broadcast_to(slots, places.shape).ravel()
-        return table, slot_mapping(table, every, places.ravel()).reshape(places.shape)
-
-    table, mapping = kept(state.table)
-    windows, window_mapping = state.window_table, None
-    if windows is not None:
-        windows, window_mapping = kept(windows)
+    # Pages without a token are free again. The last page of a row is its own, so nothing is copied.
+    tables = [truncate(x, verification.with_lens(x, rows.lens))[0] for x in state.tables]
+    places = start + jnp.arange(most, dtype=jnp.int32)[:, None]
+    every = jnp.broadcast_to(slots, places.shape).ravel()
+    mappings = tuple(
+        slot_mapping(table, every, places.ravel()).reshape(places.shape) for table in tables
+    )
     old = state.slots
+    last_token_ids = old.last_token_ids.at[slots].set(rows.last, mode="drop")
+    finished = old.finished.at[slots].set(rows.ended, mode="drop")
     state = replace(
-        state,
-        table=table,
-        window_table=windows,
+        state.with_tables(tables),
         pool=KVPool(layers=layers),
         history=history,
-        slots=replace(
-            old,
-            last_token_ids=old.last_token_ids.at[slots].set(rows.last, mode="drop"),
-            finished=old.finished.at[slots].set(rows.ended, mode="drop"),
-        ),
+        slots=replace(old, last_token_ids=last_token_ids, finished=finished),
     )
-    output = output_of(state, outputs[0], (mapping, window_mapping), outputs[1], None)
-    return state, counts, replace(output, drafts=counted)
+    return state, output_of(state, outputs[0], mappings, outputs[1], drafts=counted)

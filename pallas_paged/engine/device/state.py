@@ -1,11 +1,11 @@
-"""The batch of one call, and the state of an engine between calls, on the device."""
+"""The state of an engine between calls, on the device, and the small calls that change it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from inspect import unwrap
+from collections.abc import Callable, Iterable
+from dataclasses import field, replace
+from functools import lru_cache
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -14,187 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.checks import pytree
-from pallas_paged.engine.config import SpeculativeConfig
-from pallas_paged.engine.device.drafts import History
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.sampling.sampler import SamplingMetadata, hash_prompt
-from pallas_paged.engine.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingMode,
-    SamplingParams,
-)
-from pallas_paged.engine.schedule.calls import Chunk, Decode
+from pallas_paged.engine.sampling.sampler import SamplingMetadata, TokenCounts, hash_prompt
+from pallas_paged.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from pallas_paged.pages.pool import KVPool, copy_pages
 from pallas_paged.pages.sharing import attach, release, retain
 from pallas_paged.pages.table import PageTable, extend
 from pallas_paged.pages.table import fork as fork_rows
 from pallas_paged.pages.table import free as free_rows
 
-_MIN_SLOTS = 8
-_MIN_TOKENS = 128  # fewer take as long, because a step reads all weights
-
 Array = Any  # of NumPy on the host, of JAX in the compiled step
-Shape = tuple[int, ...]  # of a batch, see `BatchBuckets`
-
-
-@pytree
-class ChunkBatch:
-    """The next tokens of slots that are not decoding, one slot after another.
-
-    Attributes:
-        token_ids: `i32[T]`, padded at the end, with room for the tokens of the decoding slots.
-        cu_q_lens: `i32[max_num_seqs + 1]`, rising from 0: where the tokens of each chunk begin and
-            end.
-        slots: `i32[max_num_seqs]`, padded with max_num_seqs.
-        is_last: `bool[max_num_seqs]`, whether the chunk ends with the slot's last known token.
-        targets: `i32[T]`, the token after each, -1 where its log-probability is not wanted; None
-            if none is.
-    """
-
-    token_ids: Array
-    cu_q_lens: Array
-    slots: Array
-    is_last: Array
-    targets: Array | None
-
-
-@pytree
-class Batch:
-    """What one call computes.
-
-    Attributes:
-        decode_slots: `i32[D]`, slots that go on from their last token; padded with max_num_seqs,
-            at the end, or before chunks at the beginning. The last D of the T tokens are theirs;
-            where a slot is padding, that token is one of the chunks or padding.
-        num_steps: `i32[D]`, most steps of each of those slots; 1 with chunks.
-        chunks: None in a call that only decodes.
-        mode: static, what the call can sample.
-        max_num_steps: static, bound of num_steps.
-        speculation: static, of a call that verifies drafts; None: it has none. `num_steps` and
-            `max_num_steps` are then tokens of a row.
-        num_verifications: `i32[]`, most steps of that call; else None.
-        masks: of the rows that sample, `i32[D, ceil(V / 32)]`, or of all slots with chunks: token
-            `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`.
-    """
-
-    decode_slots: Array
-    num_steps: Array
-    chunks: ChunkBatch | None
-    mode: SamplingMode = field(metadata=dict(static=True))
-    max_num_steps: int = field(metadata=dict(static=True))
-    speculation: SpeculativeConfig | None = field(default=None, metadata=dict(static=True))
-    num_verifications: Array | None = None
-    masks: Array | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchBuckets:
-    """The shapes that batches have, so that all of them can be compiled before they are needed.
-
-    A batch that only decodes has a power of two of slots. One with chunks has all slots and room
-    for a power of two of tokens in chunks; the number of chunks does not matter. One that verifies
-    drafts has their number behind these two.
-
-    Attributes:
-        max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
-        max_num_steps: of a call that only decodes.
-        max_tokens_of_call, speculation: of a call that verifies drafts; None: there are none.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_steps: int
-    max_tokens_of_call: int = 1
-    speculation: SpeculativeConfig | None = None
-
-    @property
-    def decode_slots(self) -> list[int]:
-        return _powers(min(_MIN_SLOTS, self.max_num_seqs), self.max_num_seqs)
-
-    @property
-    def chunk_tokens(self) -> list[int]:
-        return _powers(min(_MIN_TOKENS, self.max_num_batched_tokens), self.max_num_batched_tokens)
-
-    def all(self) -> list[Shape]:
-        """(decoding slots, tokens in chunks) of every shape, the largest first."""
-        decoding: list[Shape] = [(slots, 0) for slots in self.decode_slots]
-        if (speculation := self.speculation) is not None:
-            drafts = speculation.num_speculative_tokens
-            decoding += [(slots, 0, drafts) for slots in self.decode_slots]
-        return [*decoding, *((self.max_num_seqs, tokens) for tokens in self.chunk_tokens)][::-1]
-
-    def fit(self, num_decodes: int, num_tokens: int, num_drafts: int = 0) -> Shape:
-        """The smallest shape with room for these decoding slots and tokens in chunks."""
-        if not num_tokens:
-            drafts = (num_drafts,) if num_drafts else ()
-            return next(slots for slots in self.decode_slots if slots >= num_decodes), 0, *drafts
-        return self.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
-
-    def pack(
-        self,
-        decodes: list[Decode],
-        chunks: list[Chunk],
-        shape: Shape,
-        mode: SamplingMode,
-        num_verifications: int = 0,
-    ) -> Batch:
-        """Pack a schedule into a batch of a shape that has room for it."""
-        num_slots, num_tokens, *drafts = shape
-        max_num_steps = self.max_tokens_of_call if drafts else self.max_num_steps
-        first = num_slots - len(decodes) if num_tokens else 0
-        place = slice(first, first + len(decodes))
-        decoding = np.full(num_slots, self.max_num_seqs, np.int32)
-        decoding[place] = [decode.sequence.running_slot for decode in decodes]
-        steps = np.zeros(num_slots, np.int32)
-        steps[place] = [decode.num_tokens for decode in decodes]
-        packed = None
-        if num_tokens:
-            num_tokens = min(num_tokens + num_slots, self.max_num_batched_tokens)
-            lens = [len(chunk.token_ids) for chunk in chunks]
-            total, count = sum(lens), len(chunks)
-            token_ids = np.zeros(num_tokens, np.int32)
-            token_ids[:total] = np.fromiter(
-                chain.from_iterable(x.token_ids for x in chunks), np.int32
-            )
-            cu_q_lens = np.full(self.max_num_seqs + 1, total, np.int32)
-            cu_q_lens[: count + 1] = np.cumsum([0, *lens])
-            slots = np.full(self.max_num_seqs, self.max_num_seqs, np.int32)
-            slots[:count] = [chunk.sequence.running_slot for chunk in chunks]
-            is_last = np.zeros(self.max_num_seqs, bool)
-            is_last[:count] = [chunk.is_last for chunk in chunks]
-            targets = None
-            if mode.prompt_logprobs >= 0:
-                targets = np.full(num_tokens, -1, np.int32)
-                for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
-                    if (wanted := chunk.targets) is not None:
-                        targets[start : start + len(wanted)] = wanted
-            packed = ChunkBatch(
-                token_ids=token_ids,
-                cu_q_lens=cu_q_lens,
-                slots=slots,
-                is_last=is_last,
-                targets=targets,
-            )
-        return Batch(
-            decode_slots=decoding,
-            num_steps=steps,
-            chunks=packed,
-            mode=mode,
-            max_num_steps=1 if num_tokens else max_num_steps,
-            speculation=self.speculation if drafts else None,
-            num_verifications=np.int32(num_verifications) if drafts else None,
-        )
-
-
-def _powers(least: int, most: int) -> list[int]:
-    """Powers of two times least, and most as the last."""
-    sizes = []
-    while least < most:
-        sizes.append(least)
-        least *= 2
-    return [*sizes, most]
 
 
 @pytree
@@ -215,6 +45,19 @@ class SlotStates:
 
 
 @pytree
+class History:
+    """The tokens in which drafts are looked for, of S slots.
+
+    Attributes:
+        token_ids: `i32[S, L]`, -1 behind the last. A slot that is free keeps its own.
+        groups: `i32[S]`, equal for the completions of one request.
+    """
+
+    token_ids: Array
+    groups: Array
+
+
+@pytree
 class EngineState:
     """All slots of an engine.
 
@@ -229,6 +72,7 @@ class EngineState:
         kept_tokens: static, newest tokens of a row whose pages that table keeps.
         history: the tokens of the slots, in which drafts are looked for; None if the engine never
             speculates.
+        counts: the tokens that penalties look at; None without penalties.
     """
 
     table: PageTable
@@ -238,11 +82,22 @@ class EngineState:
     window_table: PageTable | None = None
     kept_tokens: int = field(default=0, metadata=dict(static=True))
     history: History | None = None
+    counts: TokenCounts | None = None
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]:
+        """The page table, and then the one of layers with a window, if they have one."""
+        return (self.table,) if self.window_table is None else (self.table, self.window_table)
+
+    def with_tables(self, tables: Iterable[PageTable]) -> EngineState:
+        """Return the state with others in the place of `tables`."""
+        table, *windows = tables
+        return replace(self, table=table, window_table=windows[0] if windows else None)
 
 
 @pytree
 class TableArrays:
-    """What `update_table` does, in arrays of fixed shapes.
+    """What `update_tables` does to a table, in arrays of fixed shapes.
 
     Attributes:
         retained, released: `i32[P]`, pages, padded with num_pages.
@@ -260,78 +115,97 @@ class TableArrays:
     first_blocks: Array | None = None
 
 
-@partial(jax.jit, donate_argnames=("table", "valid"))
-def update_table(
-    table: PageTable, valid: jax.Array, update: TableArrays
-) -> tuple[PageTable, jax.Array]:
-    """Retain pages, free slots, release pages and then let slots attach some; all donated."""
-    table, retained = retain(table, update.retained)
-    table = release(free_rows(table, update.freed), update.released)
-    table, attached = attach(table, update.slots, update.pages, first_blocks=update.first_blocks)
-    retained |= update.retained >= table.num_pages  # padding
-    attached |= update.slots >= table.max_seqs
-    return table, valid & jnp.all(retained) & jnp.all(attached)
+def update_tables(state: EngineState, updates: tuple[TableArrays, ...]) -> EngineState:
+    """Retain pages, free slots, release pages and then let slots attach some, in each table."""
+    tables, valid = [], state.valid
+    for table, update in zip(state.tables, updates, strict=True):
+        table, retained = retain(table, update.retained)
+        table = release(free_rows(table, update.freed), update.released)
+        table, attached = attach(
+            table, update.slots, update.pages, first_blocks=update.first_blocks
+        )
+        valid &= jnp.all(retained | (update.retained >= table.num_pages))  # or padding
+        valid &= jnp.all(attached | (update.slots >= table.max_seqs))
+        tables.append(table)
+    return replace(state.with_tables(tables), valid=valid)
 
 
 def extend_all(
-    tables: tuple[PageTable, ...], num_new_tokens: jax.Array, *, max_new_tokens: int
-) -> tuple[tuple[PageTable, ...], jax.Array]:
+    tables: Iterable[PageTable], num_new_tokens: jax.Array, *, max_new_tokens: int
+) -> tuple[list[PageTable], jax.Array]:
     """Extend the same rows of tables: one that lacks a page in any of them takes none in all.
 
     Arguments and results are those of `extend`.
     """
-    ok = jnp.ones(num_new_tokens.shape, bool)
-    for table in tables:  # of what these calls return, XLA computes the second result alone
+    first, *others = tables
+    extended, ok = extend(first, num_new_tokens, max_new_tokens=max_new_tokens)
+    if not others:
+        return [extended], ok
+    for table in others:  # of what these calls return, XLA computes the second result alone
         wanted = jnp.where(ok, num_new_tokens, 0)
         ok &= extend(table, wanted, max_new_tokens=max_new_tokens)[1]
     wanted = jnp.where(ok, num_new_tokens, 0)
-    each = (extend(table, wanted, max_new_tokens=max_new_tokens)[0] for table in tables)
-    return tuple(each), ok
+    each = [extend(x, wanted, max_new_tokens=max_new_tokens)[0] for x in (first, *others)]
+    return each, ok
 
 
-@partial(jax.jit, donate_argnames="state")
 def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
-    """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S (state donated)."""
-    table, copies, ok = fork_rows(state.table, src, dst)
-    of_table, window_table = {table.num_pages: copies}, state.window_table
-    if window_table is not None:
-        window_table, of_table[window_table.num_pages], fits = fork_rows(window_table, src, dst)
-        ok &= fits
-    valid = state.valid & jnp.all(ok | (src >= table.max_seqs))
-    if window_table is None:
-        pool = copy_pages(state.pool, copies)
-    else:
-        each = (copy_pages(KVPool(layers=(x,)), of_table[x.num_pages]) for x in state.pool.layers)
-        pool = KVPool(layers=tuple(chain.from_iterable(one.layers for one in each)))
-    return replace(state, table=table, pool=pool, valid=valid, window_table=window_table)
+    """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S."""
+    tables, copies, valid = [], {}, state.valid
+    for old in state.tables:
+        table, copies[old.num_pages], ok = fork_rows(old, src, dst)
+        valid &= jnp.all(ok | (src >= table.max_seqs))
+        tables.append(table)
+    each = (copy_pages(KVPool(layers=(x,)), copies[x.num_pages]) for x in state.pool.layers)
+    pool = KVPool(layers=tuple(chain.from_iterable(one.layers for one in each)))
+    return replace(state.with_tables(tables), pool=pool, valid=valid)
 
 
-@lru_cache(maxsize=16)
-def fork_on(shardings: Shardings) -> Callable[[EngineState, Array, Array], EngineState]:
-    """Return `fork` for a state with these shardings."""
-    replicated, state = shardings.replicated, shardings.tree
-    return jax.jit(
-        unwrap(fork),
-        in_shardings=(state, replicated, replicated),
-        out_shardings=state,
-        donate_argnums=0,
-    )
-
-
-@partial(jax.jit, donate_argnames="slots")
-def set_slots(slots: SlotStates, indices: jax.Array, values: SlotStates) -> SlotStates:
-    """Set slots (donated).
+def set_slots(state: EngineState, indices: jax.Array, values: SlotStates) -> EngineState:
+    """Set slots.
 
     Args:
-        slots: all S slots.
+        state: of all S slots.
         indices: `i32[N]`, which to set, padded with S.
         values: leaves with N in place of S; a last token below 0 leaves the slot's own.
     """
-    old = slots.last_token_ids.at[indices].get(mode="clip")
+    old = state.slots.last_token_ids.at[indices].get(mode="clip")
     tokens = jnp.where(values.last_token_ids < 0, old, values.last_token_ids)
     values = replace(values, last_token_ids=tokens)
+    slots = jax.tree.map(lambda x, new: x.at[indices].set(new, mode="drop"), state.slots, values)
+    return replace(state, slots=slots)
 
-    return jax.tree.map(lambda x, new: x.at[indices].set(new, mode="drop"), slots, values)
+
+def set_history(
+    state: EngineState, slot: jax.Array, token_ids: jax.Array, group: jax.Array
+) -> EngineState:
+    """Set the tokens of a slot, `i32[L]` padded with -1; nothing happens for one out of range."""
+    old = state.history
+    assert old is not None
+    history = History(
+        token_ids=old.token_ids.at[slot].set(token_ids, mode="drop"),
+        groups=old.groups.at[slot].set(group, mode="drop"),
+    )
+    return replace(state, history=history)
+
+
+@lru_cache(maxsize=64)
+def jit_change(function: Callable[..., Any], shardings: Shardings | None) -> Callable[..., Any]:
+    """Return a jitted function that changes its first argument, which is donated.
+
+    Args:
+        function: returns the first argument, changed.
+        shardings: of that on a mesh, where the other arguments are replicated; None: no mesh.
+    """
+    if shardings is None:
+        return jax.jit(function, donate_argnums=0)
+    others = (shardings.replicated,) * (len(signature(function).parameters) - 1)
+    return jax.jit(
+        function,
+        in_shardings=(shardings.tree, *others),
+        out_shardings=shardings.tree,
+        donate_argnums=0,
+    )
 
 
 # Fields of `SamplingParams` that the device has as they are.

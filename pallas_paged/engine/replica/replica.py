@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pallas_paged.engine.device.batch import StepOutput
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.runner import ModelRunner
-from pallas_paged.engine.device.step import StepOutput
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,23 +81,23 @@ class SchedulerOutput:
     num_verifications: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftOutput:
-    """What a call with drafts has verified, of all sequences together.
+class DraftOutput(NamedTuple):
+    """What a call with drafts has verified, of all sequences together; arrays on the device.
 
     Attributes:
         num_steps: of the model.
         num_rows: sequences, one for each of those steps that it took part in.
         num_drafts: of those, the ones that had drafts.
         num_draft_tokens: drafts.
-        num_accepted_per_pos: drafts that were right, by their place behind the newest token.
+        num_accepted_per_pos: `i32[num_speculative_tokens]`, drafts that were right, by their place
+            behind the newest token; on the host a list.
     """
 
-    num_steps: int
-    num_rows: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_per_pos: list[int]
+    num_steps: Any
+    num_rows: Any
+    num_drafts: Any
+    num_draft_tokens: Any
+    num_accepted_per_pos: Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,242 @@
+"""What a call takes and gives: the batch, in one of few shapes, and what the host reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_paged.checks import pytree
+from pallas_paged.engine.config import SpeculativeConfig
+from pallas_paged.engine.device.state import Array, EngineState
+from pallas_paged.engine.sampling.logprobs import Logprobs
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.calls import Chunk, Decode, DraftOutput
+
+_MIN_SLOTS = 8
+_MIN_TOKENS = 128  # fewer take as long, because a step reads all weights
+
+NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
+
+Shape = tuple[int, ...]  # of a batch, see `BatchBuckets`
+Mappings = tuple[jax.Array, ...]  # pool slots of new tokens, of each of `EngineState.tables`
+
+
+@pytree
+class ChunkBatch:
+    """The next tokens of slots that are not decoding, one slot after another.
+
+    Attributes:
+        token_ids: `i32[T]`, padded at the end, with room for the tokens of the decoding slots.
+        cu_q_lens: `i32[max_num_seqs + 1]`, rising from 0: where the tokens of each chunk begin and
+            end.
+        slots: `i32[max_num_seqs]`, padded with max_num_seqs.
+        is_last: `bool[max_num_seqs]`, whether the chunk ends with the slot's last known token.
+        targets: `i32[T]`, the token after each, -1 where its log-probability is not wanted; None
+            if none is.
+    """
+
+    token_ids: Array
+    cu_q_lens: Array
+    slots: Array
+    is_last: Array
+    targets: Array | None
+
+
+@pytree
+class Batch:
+    """What one call computes.
+
+    Attributes:
+        decode_slots: `i32[D]`, slots that go on from their last token; padded with max_num_seqs,
+            at the end, or before chunks at the beginning. The last D of the T tokens are theirs;
+            where a slot is padding, that token is one of the chunks or padding.
+        num_steps: `i32[D]`, most steps of each of those slots; 1 with chunks.
+        chunks: None in a call that only decodes.
+        mode: static, what the call can sample.
+        max_num_steps: static, bound of num_steps.
+        speculation: static, of a call that verifies drafts; None: it has none. `num_steps` and
+            `max_num_steps` are then tokens of a row.
+        num_verifications: `i32[]`, most steps of that call; else None.
+        masks: of the rows that sample, `i32[D, ceil(V / 32)]`, or of all slots with chunks: token
+            `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`.
+    """
+
+    decode_slots: Array
+    num_steps: Array
+    chunks: ChunkBatch | None
+    mode: SamplingMode = field(metadata=dict(static=True))
+    max_num_steps: int = field(metadata=dict(static=True))
+    speculation: SpeculativeConfig | None = field(default=None, metadata=dict(static=True))
+    num_verifications: Array | None = None
+    masks: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchBuckets:
+    """The shapes that batches have, so that all of them can be compiled before they are needed.
+
+    A batch that only decodes has a power of two of slots. One with chunks has all slots and room
+    for a power of two of tokens in chunks; the number of chunks does not matter. One that verifies
+    drafts has their number behind these two.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
+        max_num_steps: of a call that only decodes.
+        max_tokens_of_call, speculation: of a call that verifies drafts; None: there are none.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_steps: int
+    max_tokens_of_call: int = 1
+    speculation: SpeculativeConfig | None = None
+
+    @property
+    def decode_slots(self) -> list[int]:
+        return _powers(min(_MIN_SLOTS, self.max_num_seqs), self.max_num_seqs)
+
+    @property
+    def chunk_tokens(self) -> list[int]:
+        return _powers(min(_MIN_TOKENS, self.max_num_batched_tokens), self.max_num_batched_tokens)
+
+    def all(self) -> list[Shape]:
+        """(decoding slots, tokens in chunks) of every shape, the largest first."""
+        decoding: list[Shape] = [(slots, 0) for slots in self.decode_slots]
+        if (speculation := self.speculation) is not None:
+            drafts = speculation.num_speculative_tokens
+            decoding += [(slots, 0, drafts) for slots in self.decode_slots]
+        return [*decoding, *((self.max_num_seqs, tokens) for tokens in self.chunk_tokens)][::-1]
+
+    def fit(self, num_decodes: int, num_tokens: int, num_drafts: int = 0) -> Shape:
+        """The smallest shape with room for these decoding slots and tokens in chunks."""
+        if not num_tokens:
+            drafts = (num_drafts,) if num_drafts else ()
+            return next(slots for slots in self.decode_slots if slots >= num_decodes), 0, *drafts
+        return self.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
+
+    def pack(
+        self,
+        decodes: list[Decode],
+        chunks: list[Chunk],
+        shape: Shape,
+        mode: SamplingMode,
+        num_verifications: int = 0,
+    ) -> Batch:
+        """Pack a schedule into a batch of a shape that has room for it."""
+        num_slots, num_tokens, *drafts = shape
+        max_num_steps = self.max_tokens_of_call if drafts else self.max_num_steps
+        first = num_slots - len(decodes) if num_tokens else 0
+        place = slice(first, first + len(decodes))
+        decoding = np.full(num_slots, self.max_num_seqs, np.int32)
+        decoding[place] = [decode.sequence.running_slot for decode in decodes]
+        steps = np.zeros(num_slots, np.int32)
+        steps[place] = [decode.num_tokens for decode in decodes]
+        packed = None
+        if num_tokens:
+            num_tokens = min(num_tokens + num_slots, self.max_num_batched_tokens)
+            lens = [len(chunk.token_ids) for chunk in chunks]
+            total, count = sum(lens), len(chunks)
+            token_ids = np.zeros(num_tokens, np.int32)
+            token_ids[:total] = np.fromiter(
+                chain.from_iterable(x.token_ids for x in chunks), np.int32
+            )
+            cu_q_lens = np.full(self.max_num_seqs + 1, total, np.int32)
+            cu_q_lens[: count + 1] = np.cumsum([0, *lens])
+            slots = np.full(self.max_num_seqs, self.max_num_seqs, np.int32)
+            slots[:count] = [chunk.sequence.running_slot for chunk in chunks]
+            is_last = np.zeros(self.max_num_seqs, bool)
+            is_last[:count] = [chunk.is_last for chunk in chunks]
+            targets = None
+            if mode.prompt_logprobs >= 0:
+                targets = np.full(num_tokens, -1, np.int32)
+                for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
+                    if (wanted := chunk.targets) is not None:
+                        targets[start : start + len(wanted)] = wanted
+            packed = ChunkBatch(
+                token_ids=token_ids,
+                cu_q_lens=cu_q_lens,
+                slots=slots,
+                is_last=is_last,
+                targets=targets,
+            )
+        return Batch(
+            decode_slots=decoding,
+            num_steps=steps,
+            chunks=packed,
+            mode=mode,
+            max_num_steps=1 if num_tokens else max_num_steps,
+            speculation=self.speculation if drafts else None,
+            num_verifications=np.int32(num_verifications) if drafts else None,
+        )
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """Powers of two times least, and most as the last."""
+    sizes = []
+    while least < most:
+        sizes.append(least)
+        least *= 2
+    return [*sizes, most]
+
+
+@pytree
+class StepOutput:
+    """What the host reads of a call.
+
+    A call that only decodes has R = the batch's D rows and K = its `max_num_steps`. One with chunks
+    has R = all slots and K = 1. The tokens of a row are its first ones, one after another.
+
+    Attributes:
+        token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
+            where the row did not take part in the step.
+        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T]` with chunks.
+        valid: `bool[]`, of the state.
+        num_free: `i32[]`, free pages after the call.
+        num_free_window_pages, window_slot_mapping: the same of the window table, or None.
+        logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
+        prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
+        drafts: of a call that verifies drafts, in arrays, or None.
+        routed_experts: of each token that was computed, `i32[K, R, L, k]`, or `i32[T, L, k]` with
+            chunks; None if the mode does not ask for them, or the model reports none.
+    """
+
+    token_ids: jax.Array
+    slot_mapping: jax.Array
+    valid: jax.Array
+    num_free: jax.Array
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+    num_free_window_pages: jax.Array | None = None
+    window_slot_mapping: jax.Array | None = None
+    drafts: DraftOutput | None = None
+    routed_experts: jax.Array | None = None
+
+
+def output_of(
+    state: EngineState,
+    token_ids: jax.Array,
+    mappings: Mappings,
+    logprobs: Logprobs | None,
+    routed_experts: jax.Array | None = None,
+    prompt_logprobs: Logprobs | None = None,
+    drafts: DraftOutput | None = None,
+) -> StepOutput:
+    """Return the output of a call, given the state after it."""
+    # Buffers of their own: the state's are donated on.
+    num_free = [jnp.copy(table.num_free) for table in state.tables]
+    return StepOutput(
+        token_ids=token_ids,
+        slot_mapping=mappings[0],
+        window_slot_mapping=mappings[1] if len(mappings) > 1 else None,
+        valid=jnp.copy(state.valid),
+        num_free=num_free[0],
+        num_free_window_pages=num_free[1] if len(num_free) > 1 else None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        routed_experts=routed_experts,
+        drafts=drafts,
+    )

@@ -6,7 +6,7 @@ since, so its number of free pages is a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +80,8 @@ class KVCacheManager:
             )
         self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
         self.update = TableUpdate()
+        # The sequence that could not start, the pages that it needed, and `_num_inserted`.
+        self._blocked: tuple[Sequence | None, int, int] = None, 0, 0
 
     @property
     def num_evictable(self) -> int:
@@ -92,8 +94,8 @@ class KVCacheManager:
         return self.num_free + self.num_evictable
 
     @property
-    def num_inserted(self) -> int:
-        """Pages that were ever cached; while it stays the same, `lookup` finds no more."""
+    def _num_inserted(self) -> int:
+        """Pages that were ever cached; while it stays the same, no longer prefix is found."""
         num_pages = self._cache.num_inserted_pages if self._cache is not None else 0
         return num_pages + (self._windows.num_inserted if self._windows is not None else 0)
 
@@ -187,13 +189,43 @@ class KVCacheManager:
         update, self.update = self.update, TableUpdate()
         return update
 
-    def lookup(self, sequence: Sequence) -> PrefixLease | None:
+    def start(self, sequence: Sequence, running: Collection[Sequence], watermark: int) -> bool:
+        """Let a sequence begin with its cached pages, if all that its tokens need are available.
+
+        Args:
+            sequence: the first one that waits.
+            running: the others, whose known tokens need pages too.
+            watermark: pages that must be left over beside others.
+        """
+        num_available = self.num_available
+        num_available -= sum(self.num_new_pages(one, one.num_to_prefill) for one in running)
+        blocked, needed, num_inserted = self._blocked
+        is_unchanged = blocked is sequence and num_inserted == self._num_inserted
+        if running and is_unchanged and num_available < needed:
+            return False
+        num_evictable = self.num_evictable
+        lease = self._find(sequence)
+        needed = self.max_pages_held(len(sequence.token_ids)) + (watermark if running else 0)
+        needed -= len(lease.pages) if lease is not None else 0
+        # What the lease holds can no longer be evicted.
+        if needed > num_available - (num_evictable - self.num_evictable):
+            self._release_lease(lease)
+            self._blocked = sequence, needed, self._num_inserted
+            return False
+        sequence.lease = lease
+        if lease is not None:
+            sequence.pages, sequence.num_stored = list(lease.pages), lease.num_tokens
+            if self._windows is not None:
+                sequence.window_pages = self._windows.attach(lease.pages)
+        return True
+
+    def _find(self, sequence: Sequence) -> PrefixLease | None:
         """Find the cached pages that a sequence can begin with, and hold them."""
         lease = self._lookup(sequence, sequence.max_cached_tokens)
         if lease is not None and self._windows is not None:
             num_usable = self._windows.num_usable(lease.pages)
             if num_usable < len(lease.pages):
-                self.release(lease)
+                self._release_lease(lease)
                 lease = self._lookup(sequence, num_usable * self.page_size)
         return lease
 
@@ -202,16 +234,7 @@ class KVCacheManager:
             return None
         return self._cache.lookup(sequence.token_ids, sequence.block_hashes, max_tokens=max_tokens)
 
-    def attach(self, sequence: Sequence, lease: PrefixLease | None) -> None:
-        """Let a sequence begin with the pages of a lease."""
-        sequence.lease = lease
-        if lease is not None:
-            sequence.pages, sequence.num_stored = list(lease.pages), lease.num_tokens
-            if self._windows is not None:
-                sequence.window_pages = self._windows.attach(lease.pages)
-
-    def release(self, lease: PrefixLease | None) -> None:
-        """Let go of cached pages."""
+    def _release_lease(self, lease: PrefixLease | None) -> None:
         if self._cache is not None and lease is not None:
             self._cache.release(lease)
 
@@ -231,7 +254,7 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a sequence; others may still find those in the cache."""
         self.cache_full_pages(sequence)
-        self.release(sequence.lease)
+        self._release_lease(sequence.lease)
         self.update.freed.append(sequence.running_slot)
         sequence.lease, sequence.caches = None, True
         sequence.pages, sequence.window_pages, sequence.num_stored = [], [], 0
@@ -294,7 +317,7 @@ class KVCacheManager:
         self.num_free += len(freed)
         self.page_balance += len(freed)
         for sequence in running:
-            self.release(sequence.lease)
+            self._release_lease(sequence.lease)
             sequence.lease = None
         # Pages that running sequences hold are not free yet.
         self._release(self._cache.clear())

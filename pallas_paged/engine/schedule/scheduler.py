@@ -58,13 +58,11 @@ class Scheduler:
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.pages = pages
+        self.pages, self._watermark = pages, watermark
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
-        self._watermark = watermark
         self._drafting, self._max_tokens_of_call = drafting, max_tokens_of_call
         self.unused_slots = list(range(pages.max_num_seqs - 1, -1, -1))
         self._exact = True  # pages.num_free is what the table says, and nothing is in flight
-        self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
 
     def schedule(
         self, *, in_flight: bool, may_end_early: bool = False, num_steps: int = 1
@@ -94,9 +92,10 @@ class Scheduler:
             self._preempt()
             return None
         forks = self._fork()
-        budget = self.pages.max_num_batched_tokens - len(decoding)
-        chunks = self._schedule_running(budget)
-        budget -= sum(len(chunk.token_ids) for chunk in chunks)
+        budget, chunks = self.pages.max_num_batched_tokens - len(decoding), list[Chunk]()
+        for one in self.running:
+            if not one.needs_last_token:  # or it decodes, in the next step if just forked
+                budget -= self._add_chunk(one, budget, chunks)
         num_running = len(self.running)
         attached = self._schedule_waiting(budget, chunks)
         started = len(self.running) > num_running
@@ -168,7 +167,6 @@ class Scheduler:
             self._stop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-            self._blocked = None
 
     def preempt_all(self) -> None:
         """Take all slots and pages, with nothing in flight; the sequences wait to be recomputed."""
@@ -178,7 +176,6 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
         self.pages.reset_prefix_cache(self.running)
-        self._blocked = None
 
     @property
     def _has_prefill(self) -> bool:
@@ -271,7 +268,6 @@ class Scheduler:
                 insort(self.waiting, one, key=lambda x: x.order)
             else:
                 self.waiting.append(one)
-            self._blocked = None
 
     def _fork(self) -> list[tuple[int, int]]:
         """Fork sequences that are computed up to their last token.
@@ -304,43 +300,29 @@ class Scheduler:
         self._enqueue(late)
         return pairs
 
-    def _schedule_running(self, budget: int) -> list[Chunk]:
-        """Chunks of running sequences."""
-        chunks: list[Chunk] = []
-        for one in self.running:
-            if one.needs_last_token:
-                continue  # decodes, from the next step on if it has just been forked
-            if one.num_to_prefill > 0 and budget > 0:
-                chunk = self._chunk(one, budget)
-                if chunk is not None:
-                    chunks.append(chunk)
-                    budget -= len(chunk.token_ids)
-        return chunks
-
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
-        """As many tokens of a sequence as there are budget and pages for, if any."""
+    def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Add a chunk of as many tokens as there are budget and pages for; return their number."""
         start = sequence.num_computed
         size = min(sequence.num_to_prefill, budget, self.pages.tokens_that_fit(sequence))
-        if size < 1:
-            return None
+        if size < 1:  # with a window, pages may come free only as it goes on
+            return 0
         self.pages.allocate(self.pages.num_new_pages(sequence, size))
         sequence.num_computed += size
         is_last = sequence.num_computed == len(sequence.token_ids)
         sequence.num_pending += is_last
         sequence.decoding = is_last
-        return Chunk(
-            sequence=sequence,
-            start=start,
-            token_ids=sequence.token_ids[start : start + size],
-            is_last=is_last,
-        )
+        tokens = sequence.token_ids[start : start + size]
+        chunks.append(Chunk(sequence=sequence, start=start, token_ids=tokens, is_last=is_last))
+        return size
 
     def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Sequence]:
         """Start waiting sequences; add their first chunks, and return those that attach pages."""
         attached: list[Sequence] = []
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
-            if not self._has_slot(sequence) or not self._find_pages(sequence):
+            if not self._has_slot(sequence):
+                break
+            if not self.pages.start(sequence, self.running, self._watermark):
                 break
             self.waiting.popleft()
             self._start(sequence)
@@ -357,34 +339,8 @@ class Scheduler:
                 if sequence.lease is not None:
                     self.num_queried_tokens += len(sequence.token_ids)
                     self.num_hit_tokens += sequence.num_computed
-            if sequence.num_to_prefill > 0:
-                chunk = self._chunk(sequence, budget)
-                if chunk is not None:  # with a window, pages may come free only as it goes on
-                    chunks.append(chunk)
-                    budget -= len(chunk.token_ids)
+            budget -= self._add_chunk(sequence, budget, chunks)
         return attached
-
-    def _find_pages(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can start; it then has its cached pages."""
-        reserved = sum(self.pages.num_new_pages(one, one.num_to_prefill) for one in self.running)
-        available = self.pages.num_available - reserved
-        version = self.pages.num_inserted
-        if self.running and self._blocked is not None:
-            needed, seen = self._blocked
-            if available < needed and seen == version:
-                return False  # as when it was last looked at
-        lease = self.pages.lookup(sequence)
-        needed = self.pages.max_pages_held(len(sequence.token_ids))
-        needed -= len(lease.pages) if lease is not None else 0
-        needed += self._watermark if self.running else 0
-        # What the lease holds can no longer be evicted.
-        if needed > self.pages.num_available - reserved:
-            self.pages.release(lease)
-            self._blocked = needed, version
-            return False
-        self._blocked = None
-        self.pages.attach(sequence, lease)
-        return True
 
     def _has_slot(self, sequence: Sequence) -> bool:
         """Return whether a sequence can have a slot, and its window pages."""
@@ -401,4 +357,3 @@ class Scheduler:
         self.unused_slots.append(sequence.running_slot)
         self.running.remove(sequence)
         sequence.slot, sequence.num_computed, sequence.decoding = None, 0, False
-        self._blocked = None

@@ -86,7 +86,7 @@ class AsyncEngine:
         with self._lock:
             if self._running:
                 raise RuntimeError("the engine has been started already")
-            self._engine._check_alive()
+            self._engine.replicas.check_usable()
             self._running, self._stopping, self._draining = True, False, False
             self._ended = Future()
             self._ended.set_running_or_notify_cancel()  # a waiter that leaves can't cancel it
@@ -200,7 +200,7 @@ class AsyncEngine:
 
         Other requests go on meanwhile. Cancelling it aborts what it has submitted.
         """
-        self._engine._check_alive()
+        self._engine.replicas.check_usable()
         requests = score_requests(self._engine._inputs, prompts, completions)
         streams = self._submit([request for request in requests if request is not None])
         try:
@@ -243,7 +243,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(future)
 
     def _check_running(self) -> None:
-        self._engine._check_alive()
+        self._engine.replicas.check_usable()
         if not self._running:
             raise RuntimeError("the engine is not running: use `async with`, or call start()")
 
@@ -269,8 +269,8 @@ class AsyncEngine:
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     _run(*self._commands.get())
-                if engine._error is not None:  # of a command, which has told its caller only
-                    raise engine._error
+                if (error := engine.replicas.error) is not None:
+                    raise error  # of a command, which has told its caller only
                 if self._can_step():
                     engine._step()
                     self._publish()
@@ -294,9 +294,7 @@ class AsyncEngine:
         what = "the engine is dead"
         logging.getLogger("pallas_paged").error(what, exc_info=error)
         with self._lock:
-            if self._engine._error is None:
-                self._engine._error = error
-            cause = self._engine._error
+            cause = self._engine.replicas.error = self._engine.replicas.error or error
             self._running = False
             collectors, self._collectors = self._collectors, {}
         for collector in collectors.values():

@@ -10,18 +10,18 @@ read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.device.executor import EngineDeadError, interrupts_held, progress_bar
+from pallas_paged.engine.device.executor import interrupts_held, progress_bar
 from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
+from pallas_paged.engine.replica.replica import stats_of
 from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
@@ -73,7 +73,6 @@ class Engine:
         pages = self.replicas[0].scheduler.pages
         self._inputs = InputProcessor(tokenizer, pages, model, self.max_model_len)
         self.is_sleeping = False
-        self._error: BaseException | None = None
 
     @property
     def table(self) -> PageTable:
@@ -104,7 +103,7 @@ class Engine:
         Raises:
             ValueError: the request can never be served, or its id is in use. Others go on.
         """
-        self._check_alive()
+        self.replicas.check_usable()
         request = self._inputs.request(prompt, params, request_id=request_id, priority=priority)
         with interrupts_held():
             self.replicas.add(request)
@@ -142,7 +141,7 @@ class Engine:
                     self._step()
                     self.replicas.drop_outputs([request])
         finally:
-            if not request.finished and self._error is None:
+            if not request.finished and self.replicas.error is None:
                 self.abort(request)
 
     def abort(self, request: Request | str) -> None:
@@ -154,7 +153,7 @@ class Engine:
         Raises:
             ValueError: it is not a request of this engine.
         """
-        self._check_alive()
+        self.replicas.check_usable()
         with interrupts_held():
             self.replicas.abort(self.replicas.find(request))
 
@@ -223,38 +222,40 @@ class Engine:
         Raises:
             ValueError: the parameters do not fit; nothing has changed.
         """
-        self._check_error()
+        self.replicas.check_alive()
         if self.replicas.leader is None:  # otherwise process 0 has new ones already
-            self.replicas.check_params(params)
-        with self._fatal():
+            self.replicas[0].weights.check(params)
+        with self.replicas.fatal():
             self.replicas.drain()
-        with self._fatal(only_if_multi_process=True):
+        with self.replicas.fatal(only_if_multi_process=True):
             self.replicas.update_params(params)
             if restart_running:
-                self.replicas.restart()
+                for replica in self.replicas:
+                    replica.restart()
             if reset_prefix_cache:
                 self.replicas.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self._check_alive()
+        self.replicas.check_usable()
         with interrupts_held():
             self.replicas.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake_up`."""
-        self._check_alive()
+        self.replicas.check_usable()
         if not self.is_sleeping:
-            with self._fatal():
+            with self.replicas.fatal():
                 self.replicas.sleep()
                 self.is_sleeping = True
 
     def wake_up(self) -> None:
         """Allocate the pool again after `sleep`."""
-        self._check_alive()
+        self.replicas.check_usable()
         if self.is_sleeping:
-            with self._fatal(only_if_multi_process=True):
-                self.replicas.wake_up()
+            with self.replicas.fatal(only_if_multi_process=True):
+                for replica in self.replicas:
+                    replica.runner.executor.wake_up()
                 self.is_sleeping = False
 
     def warmup(
@@ -269,14 +270,16 @@ class Engine:
         Raises:
             ValueError: the engine is not idle.
         """
-        self._check_alive()
+        self.replicas.check_usable()
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
-        self.replicas.warmup(modes_for(params), progress)
+        modes = modes_for(params)
+        for replica in self.replicas:  # later ones find more in JAX's caches
+            replica.runner.warmup(modes, progress)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
-        return self.replicas.stats()
+        return stats_of([*self.replicas])
 
     def pool_map(self) -> list[PoolMap]:
         """Return which request holds which page, for each replica; no device is asked."""
@@ -284,10 +287,12 @@ class Engine:
 
     def check(self) -> None:
         """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
-        self._check_alive()
-        with self._fatal():
-            self.replicas.update_tables()
-        self.replicas.check()
+        self.replicas.check_usable()
+        with self.replicas.fatal():
+            for replica in self.replicas:
+                replica.update_table()
+        for replica in self.replicas:
+            replica.check()
 
     def follow(self) -> bool:
         """Make the device calls of process 0, in the other processes of an engine on several.
@@ -300,36 +305,36 @@ class Engine:
             EngineDeadError: process 0 has failed or ended, or a call has failed here.
             RuntimeError: this is process 0, or the only one.
         """
-        self._check_error()
-        if self.replicas.leader is None:
+        self.replicas.check_alive()
+        if (leader := self.replicas.leader) is None:
             raise RuntimeError("follow() is for the processes that follow process 0")
         try:
-            released = self.replicas.follow()
+            released = leader.follow(self.replicas[0].runner.executor)
         except BaseException as error:
-            self._die(error, "process 0 can't be followed")
+            self.replicas.die(error, "process 0 can't be followed")
         if not released:
-            self._error = RuntimeError("process 0 has closed it")
-            self.replicas.close()
+            self.replicas.close("process 0 has closed it")
         return released
 
     def release(self) -> None:
         """Let the other processes return from `follow`, to train on all devices, for example."""
-        self._check_alive()
-        with self._fatal():
+        self.replicas.check_usable()
+        with self.replicas.fatal():
             self.replicas.drain()
-            self.replicas.release()
+            if self.replicas.followers is not None:
+                self.replicas.followers.send("release")
 
     def close(self) -> None:
         """Abort all requests, free the pools, and let the other processes return from `follow`."""
-        if self._error is not None:
+        if self.replicas.error is not None:
             return
-        self._check_alive()
-        with self._fatal():
+        self.replicas.check_usable()
+        with self.replicas.fatal():
             self.replicas.drain()
-            self.replicas.abort_all()
+            for replica in self.replicas:
+                replica.abort_all()
             self.sleep()
-            self._error = RuntimeError("it has been closed")
-            self.replicas.close()
+            self.replicas.close("it has been closed")
 
     def _run(self, requests: list[Request], progress: bool) -> None:
         """Add requests and step until they are finished; outputs of others wait for `step`."""
@@ -356,42 +361,10 @@ class Engine:
 
     def _step(self) -> None:
         self._check_awake()
-        with self._fatal():
+        with self.replicas.fatal():
             self.replicas.step()
 
-    @contextmanager
-    def _fatal(self, *, only_if_multi_process: bool = False) -> Iterator[None]:
-        """Hold back Ctrl-C in this block; end everything if it fails, with the state lost.
-
-        `only_if_multi_process`: only if there are other processes, whose state is then another one.
-        """
-        completed = only_if_multi_process and self.replicas.num_processes == 1
-        try:
-            with interrupts_held():
-                yield
-                completed = True
-        except BaseException as error:
-            if completed:  # Ctrl-C, which was held back, or nothing is lost
-                raise
-            self._die(error, "a step failed")
-
-    def _die(self, error: BaseException, what: str) -> NoReturn:
-        self._error = error
-        self.replicas.fail(error)
-        if not isinstance(error, Exception):
-            raise error
-        raise EngineDeadError(what, error) from error
-
     def _check_awake(self) -> None:
-        self._check_alive()
+        self.replicas.check_usable()
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps: call wake_up() first")
-
-    def _check_alive(self) -> None:
-        self._check_error()
-        if self.replicas.leader is not None:
-            raise RuntimeError("process 0 uses the engine; the others call follow()")
-
-    def _check_error(self) -> None:
-        if self._error is not None:
-            raise EngineDeadError("the engine is dead", self._error)

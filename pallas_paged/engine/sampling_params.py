@@ -123,11 +123,6 @@ class SamplingParams:
         return self.beam_width is not None or bool(np.float32(self.temperature) < least)
 
     @property
-    def filters(self) -> bool:
-        """Whether a filter narrows what is sampled."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
     def needs_logprobs(self) -> bool:
         """Whether log-probabilities of new tokens are needed, to report or to rank by."""
         return self.ranks or self.logprobs is not None

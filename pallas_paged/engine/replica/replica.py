@@ -110,6 +110,11 @@ class Replica:
         self.outputs.abort(request)
         self._reschedule()
 
+    def abort_all(self) -> None:
+        """End all requests as they stand."""
+        for request in [*self.outputs.groups]:
+            self.abort(request)
+
     def restart(self) -> None:
         """Begin all unfinished requests again from their prompts, with nothing in flight."""
         self.outputs.restart()

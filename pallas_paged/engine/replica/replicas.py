@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import jax
 
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.device.executor import Executor
+from pallas_paged.engine.device.executor import EngineDeadError, Executor, interrupts_held
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.replica.replica import Replica, stats_of
+from pallas_paged.engine.replica.replica import Replica
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.stats import EngineStats
 from pallas_paged.pages.prefix_cache import Block, chained_hash
 
 _MIN_PAGES = 2  # a shorter prefix is computed sooner than it is worth a longer queue
@@ -96,9 +95,10 @@ def _blocks(request: Request, page_size: int) -> list[Block]:
 
 
 class Replicas:
-    """What an engine does with all of its replicas; iterate over them, or index one.
+    """The replicas of an engine, dead or alive together; iterate over them, or index one.
 
     Attributes:
+        error: why they are dead; None while they are alive.
         followers: the other processes; None if there are none, or this is one of them.
         leader: process 0, if this is another one of several.
         num_processes: of the engine.
@@ -123,6 +123,7 @@ class Replicas:
         """
         places = placements(config.tensor_parallel_size, config.data_parallel_size, devices)
         model.kv_cache_spec.on_devices(config.tensor_parallel_size)
+        self.error: BaseException | None = None
         self.followers: Followers | None = None
         self.leader: Leader | None = None
         self.num_processes = places[0].num_processes
@@ -208,17 +209,6 @@ class Replicas:
         if (replica := self._serving(request)) is not None:
             replica.abort(request)
 
-    def abort_all(self) -> None:
-        """End all requests as they stand."""
-        for replica in self._all:
-            for request in [*replica.outputs.groups]:
-                replica.abort(request)
-
-    def restart(self) -> None:
-        """Begin all unfinished requests again from their prompts, with nothing in flight."""
-        for replica in self._all:
-            replica.restart()
-
     def take_outputs(self) -> list[RequestOutput]:
         """Return what is new of each request since the last time."""
         return [output for replica in self._all for output in replica.outputs.take_outputs()]
@@ -239,17 +229,13 @@ class Replicas:
         for replica in self._all:
             replica.drain()
 
-    def check_params(self, params: Any) -> None:
-        """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
-        self._all[0].weights.check(params)
-
     def update_params(self, params: Any) -> None:
         """Use other parameters from the next call on. Arrays on the devices are not copied.
 
         Raises:
             ValueError: structure, shapes or dtypes differ; nothing has changed.
         """
-        self.check_params(params)
+        self._all[0].weights.check(params)
         if self.followers is not None:
             self.followers.send("release")
         leaves = [replica.weights.put(params) for replica in self._all]
@@ -271,59 +257,52 @@ class Replicas:
             replica.sleep()
         self._router.reset()
 
-    def wake_up(self) -> None:
-        """Allocate the pools again."""
-        for replica in self._all:
-            replica.runner.executor.wake_up()
+    @contextmanager
+    def fatal(self, *, only_if_multi_process: bool = False) -> Iterator[None]:
+        """Hold back Ctrl-C in this block; end everything if it fails, with the state lost.
 
-    def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
-        """Compile for each replica, one after another: later ones find more in JAX's caches."""
-        for replica in self._all:
-            replica.runner.warmup(modes, progress)
-
-    def update_tables(self) -> None:
-        """Let the page tables do what has been decided."""
-        for replica in self._all:
-            replica.update_table()
-
-    def check(self) -> None:
-        """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
-        for replica in self._all:
-            replica.check()
-
-    def stats(self) -> EngineStats:
-        """Return the counters of all replicas together."""
-        return stats_of(self._all)
-
-    def release(self) -> None:
-        """Let the other processes return from `follow`."""
-        if self.followers is not None:
-            self.followers.send("release")
-
-    def follow(self) -> bool:
-        """Make the calls of process 0; return False when it has closed the engine.
-
-        Raises:
-            RuntimeError: process 0 has failed or ended.
+        `only_if_multi_process`: only if there are other processes, whose state is then another one.
         """
-        assert self.leader is not None
-        return self.leader.follow(self._all[0].runner.executor)
+        completed = only_if_multi_process and self.num_processes == 1
+        try:
+            with interrupts_held():
+                yield
+                completed = True
+        except BaseException as error:
+            if completed:  # Ctrl-C, which was held back, or nothing is lost
+                raise
+            self.die(error, "a step failed")
 
-    def fail(self, error: BaseException) -> None:
-        """End all requests and the calls in flight, also in other processes."""
+    def die(self, error: BaseException, what: str) -> NoReturn:
+        """End all requests and the calls in flight, also in other processes; raise the error."""
+        self.error = error
         for replica in self._all:
             replica.fail(error)
         if self.followers is not None:
             self.followers.close(error)
         if self.leader is not None:
             self.leader.fail(error)
+        if not isinstance(error, Exception):
+            raise error
+        raise EngineDeadError(what, error) from error
 
-    def close(self) -> None:
-        """End the connections to other processes; `follow` returns False there."""
-        if self.followers is not None:
-            self.followers.close()
+    def close(self, reason: str) -> None:
+        """Be dead from now on, without a failure; `follow` returns False in other processes."""
+        self.error = RuntimeError(reason)
+        for one in (self.followers, self.leader):
+            if one is not None:
+                one.close()
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the replicas are dead."""
+        if self.error is not None:
+            raise EngineDeadError("the engine is dead", self.error)
+
+    def check_usable(self) -> None:
+        """Raise also RuntimeError if they follow process 0."""
+        self.check_alive()
         if self.leader is not None:
-            self.leader.close()
+            raise RuntimeError("process 0 uses the engine; the others call follow()")
 
     def _serving(self, request: Request) -> Replica | None:
         """Return the replica that has an unfinished request."""

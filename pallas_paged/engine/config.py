@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pallas_paged.checks import check_flag, check_integer, check_number
@@ -296,17 +296,25 @@ class EngineConfig:
         )
 
     def _window_pool(self, model: Model, most_pages: int | None = None) -> WindowPool | None:
-        """Return a pool for layers with a window; None if all are of one kind."""
+        """Return the pool of layers with a window in which all sequences can run.
+
+        It has at most `most_pages`. None if all layers are of one kind, or if not even one sequence
+        can run in so few.
+        """
         groups = model.kv_cache_spec.groups
         if len(groups) == 1:
             return None
-        assert groups[1].sliding_window is not None
-        return WindowPool.of(
-            sliding_window=groups[1].sliding_window,
+        window, caches = groups[1].sliding_window, self.enable_prefix_caching
+        assert window is not None
+        pool = WindowPool(
+            num_pages=0,
             page_size=self.page_size,
-            max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_tokens_of_call=self.max_tokens_of_call,
-            enable_prefix_caching=self.enable_prefix_caching,
-            most_pages=most_pages,
+            sliding_window=window,
+            kept_tokens=window + (self.page_size + self.max_tokens_of_call if caches else 0),
+            caches=caches,
         )
+        num_pages = pool.num_needed(self.max_num_seqs)
+        if most_pages is not None:
+            num_pages = min(num_pages, most_pages)
+        return replace(pool, num_pages=num_pages) if num_pages >= pool.num_needed(1) else None

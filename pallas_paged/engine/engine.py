@@ -222,18 +222,9 @@ class Engine:
         Raises:
             ValueError: the parameters do not fit; nothing has changed.
         """
-        self.replicas.check_alive()
-        if self.replicas.leader is None:  # otherwise process 0 has new ones already
-            self.replicas[0].weights.check(params)
-        with self.replicas.fatal():
-            self.replicas.drain()
-        with self.replicas.fatal(only_if_multi_process=True):
-            self.replicas.update_params(params)
-            if restart_running:
-                for replica in self.replicas:
-                    replica.restart()
-            if reset_prefix_cache:
-                self.replicas.reset_prefix_cache()
+        self.replicas.update_params(
+            params, reset_prefix_cache=reset_prefix_cache, restart_running=restart_running
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -305,16 +296,7 @@ class Engine:
             EngineDeadError: process 0 has failed or ended, or a call has failed here.
             RuntimeError: this is process 0, or the only one.
         """
-        self.replicas.check_alive()
-        if (leader := self.replicas.leader) is None:
-            raise RuntimeError("follow() is for the processes that follow process 0")
-        try:
-            released = leader.follow(self.replicas[0].runner.executor)
-        except BaseException as error:
-            self.replicas.die(error, "process 0 can't be followed")
-        if not released:
-            self.replicas.close("process 0 has closed it")
-        return released
+        return self.replicas.follow()
 
     def release(self) -> None:
         """Let the other processes return from `follow`, to train on all devices, for example."""

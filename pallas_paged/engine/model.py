@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -109,30 +110,29 @@ class KVCacheSpec:
         Raises:
             ValueError: neither the heads nor the devices are a multiple of the other.
         """
-        if self.v_head_dim is not None:
-            return self
-        window = self.window_num_kv_heads
-        for name, heads in (("num_kv_heads", self.num_kv_heads), ("window_num_kv_heads", window)):
+        names = ("num_kv_heads", "window_num_kv_heads") if self.v_head_dim is None else ()
+        for name in names:
+            heads = getattr(self, name)
             if heads is not None and heads % num_devices and num_devices % heads:
                 raise ValueError(
                     f"tensor_parallel_size={num_devices} must divide the model's "
                     f"{name}={heads}, or be a multiple of it"
                 )
-        return replace(
-            self,
-            num_kv_heads=max(self.num_kv_heads, num_devices),
-            window_num_kv_heads=None if window is None else max(window, num_devices),
-        )
+        return self._with_heads(lambda heads: max(heads, num_devices))
 
     def on_each(self, num_devices: int) -> KVCacheSpec:
         """Return the spec of the part of `on_devices` that each device holds."""
+        return self._with_heads(lambda heads: max(1, heads // num_devices))
+
+    def _with_heads(self, number_of: Callable[[int], int]) -> KVCacheSpec:
+        """Return the spec with other numbers of heads; latents have none."""
         if self.v_head_dim is not None:
             return self
         window = self.window_num_kv_heads
         return replace(
             self,
-            num_kv_heads=max(1, self.num_kv_heads // num_devices),
-            window_num_kv_heads=None if window is None else max(1, window // num_devices),
+            num_kv_heads=number_of(self.num_kv_heads),
+            window_num_kv_heads=None if window is None else number_of(window),
         )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from pallas_paged.engine import CompletionOutput, SamplingParams
 from pallas_paged.engine.outputs import TokenLogprobs
-from pallas_paged.engine.requests.beam_search import BeamSearch
+from pallas_paged.engine.requests.output_processor import BeamSearch
 from pallas_paged.engine.requests.sequence import Sequence
 from tests.support.beam_oracle import beam_search
 from tests.support.scheduler_host import make_sequence

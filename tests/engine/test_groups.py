@@ -272,14 +272,13 @@ def test_memory_is_divided_between_two_pools_that_hold_more_tokens(
 
 def test_no_more_sequences_run_than_the_pool_of_windows_holds():
     """Three of 4 pages each, or two and a short one; forks are counted too."""
-    windows = WindowPool.of(
-        sliding_window=6,
+    windows = WindowPool(
+        num_pages=16,
         page_size=4,
-        max_num_seqs=4,
         max_num_batched_tokens=16,
-        max_tokens_of_call=8,
-        enable_prefix_caching=False,
-        most_pages=16,
+        sliding_window=6,
+        kept_tokens=6,
+        caches=False,
     )
     assert windows.num_for_sequences == 12 and windows.most_of_sequence == 4
     each = [make_sequence(index, 20, new=20) for index in range(4)]

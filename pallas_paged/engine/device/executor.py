@@ -26,9 +26,9 @@ from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.program import ProgramCache, make_step
 from pallas_paged.engine.device.state import (
     EngineState,
-    History,
     SlotStates,
     TableArrays,
+    create_history,
     fork,
     jit_change,
     set_history,
@@ -117,9 +117,10 @@ class Executor:
     of process 0 sends each call to the others, so that all make the same calls in the same order.
 
     Attributes:
-        model, config, placement, num_pages, windows: as given.
+        model, config, placement, weights: of the replica.
+        num_pages: of the pool.
+        windows: sizes of the pool of layers with a window, if they have one of their own.
         state: after all dispatched calls; the next one takes its buffers.
-        weights: the parameters.
         pool_shape: shapes and dtypes of the pool.
         followers: the other processes; None if this is the only one, or follows itself.
     """
@@ -136,36 +137,31 @@ class Executor:
         windows: WindowPool | None = None,
         followers: Followers | None = None,
     ):
-        """Create the state on the devices.
-
-        Args:
-            model, weights, config, placement: of the replica.
-            num_pages, max_len: sizes that the config may leave open.
-            windows: sizes of the pool of layers with a window, if they have one of their own.
-            followers: the other processes of this replica.
-        """
+        """Create the state on the devices; the config may leave `num_pages` and `max_len` open."""
         self.weights, self.followers = weights, followers
         self.model, self.config, self.placement = model, config, placement
         self.num_pages, self.windows = num_pages, windows
 
         def create_table(num_pages: int) -> PageTable:
-            table = create_page_table(
+            return create_page_table(
                 num_pages=num_pages,
                 page_size=config.page_size,
                 max_seqs=config.max_num_seqs,
                 pages_per_seq=-(-max_len // config.page_size),
             )
-            return placement.put(table)
 
-        self.state = EngineState(
+        state = EngineState(
             table=create_table(num_pages),
             window_table=None if windows is None else create_table(windows.num_pages),
             kept_tokens=0 if windows is None else windows.kept_tokens,
-            pool=self._create_pool(),
-            slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
-            valid=placement.put(np.bool_(True)),
-            history=None if config.speculation is None else self._create_history(max_len),
+            pool=KVPool(layers=()),
+            slots=slot_states(config.max_num_seqs, len(model.eos_token_ids)),
+            valid=np.bool_(True),
+            history=None
+            if config.speculation is None
+            else create_history(config.max_num_seqs, max_len),
         )
+        self.state = replace(placement.put(state), pool=self._create_pool())
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
         shardings = None if placement.mesh is None else Shardings.of(self.state)
         kernels = AttentionKernels(config.implementation, config.interpret)
@@ -345,12 +341,6 @@ class Executor:
             sharding=placement.pool,
         )
         return placement.put(pool) if placement.mesh is None else pool
-
-    def _create_history(self, max_len: int) -> History:
-        num_slots = self.config.max_num_seqs
-        token_ids = np.full((num_slots, max_len), -1, np.int32)
-        history = History(token_ids=token_ids, groups=np.full(num_slots, -1, np.int32))
-        return self.placement.put(history)
 
     def _make_counts(self) -> TokenCounts:
         """Return the counts of the state, which has them from the first use on."""

@@ -52,10 +52,10 @@ class Followers:
         """
         if name != "release" or not self._waiting:
             self.check()
-            message = pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL)
+            message = _packed(name, *args)
             for index, one in enumerate(self._sockets, 1):
                 try:
-                    one.sendall(struct.pack("<Q", len(message)) + message)
+                    one.sendall(message)
                 except OSError as error:
                     what = f"process {index} has ended or does not answer"
                     raise RuntimeError(what) from error
@@ -80,13 +80,12 @@ class Followers:
 
     def close(self, error: BaseException | None = None) -> None:
         """Let the other processes end: `follow` returns False, or raises the error."""
-        if error is None:
-            message = pickle.dumps(("close", ()))
-        else:
-            message = pickle.dumps(("fail", (str(error) or type(error).__name__,)))
+        message = _packed("close")
+        if error is not None:
+            message = _packed("fail", str(error) or type(error).__name__)
         for one in self._sockets:
             with suppress(OSError):  # it has ended
-                one.sendall(struct.pack("<Q", len(message)) + message)
+                one.sendall(message)
         self._hang_up()
         atexit.unregister(self._hang_up)
 
@@ -146,6 +145,12 @@ class Leader:
         self._file.close()
         self._socket.close()
         atexit.unregister(self.close)
+
+
+def _packed(name: str, *args: Any) -> bytes:
+    """Return a message, which begins with its size: a method of the executor, and its arguments."""
+    message = pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL)
+    return struct.pack("<Q", len(message)) + message
 
 
 def connect(engine: str) -> tuple[Followers | None, Leader | None]:

@@ -75,10 +75,7 @@ def make_step(
     """
 
     def step(
-        leaves: tuple[jax.Array, ...],
-        state: EngineState,
-        batch: Batch,
-        peers: Peers | None = None,
+        leaves: tuple[jax.Array, ...], state: EngineState, batch: Batch, peers: Peers | None = None
     ) -> Result:
         params = jax.tree.unflatten(structure, leaves)
         call = Call(model=model, params=params, batch=batch, kernels=kernels, peers=peers)
@@ -109,11 +106,7 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """
     if params is None:
         full = SamplingMode(
-            draws=True,
-            filters=2,
-            processors=True,
-            penalties=True,
-            logprobs=MAX_LOGPROBS,
+            draws=True, filters=2, processors=True, penalties=True, logprobs=MAX_LOGPROBS
         )
         return [
             SamplingMode(),
@@ -159,10 +152,10 @@ class ProgramCache:
     """
 
     def __init__(self, folder: Path, parts: Sequence[Any], device: jax.Device):
-        """Make a cache in a folder.
+        """Make a cache in a folder, which is made when the first program is saved.
 
         Args:
-            folder: is made when the first program is saved.
+            folder: of the files.
             parts: what the programs follow from beside the arguments, with a `repr` that is the
                 same in other processes.
             device: on which the programs run.

@@ -13,13 +13,7 @@ import jax
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX
-from pallas_paged.engine.device.batch import (
-    NOT_SAMPLED,
-    Batch,
-    BatchBuckets,
-    Shape,
-    StepOutput,
-)
+from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, BatchBuckets, Shape, StepOutput
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states

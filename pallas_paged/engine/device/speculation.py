@@ -205,11 +205,7 @@ class _Verification:
         return rows, history, layers, (drawn, logprobs), counts
 
     def _compute(
-        self,
-        rows: _Rows,
-        drafts: jax.Array,
-        num_drafts: jax.Array,
-        layers: tuple[LayerKV, ...],
+        self, rows: _Rows, drafts: jax.Array, num_drafts: jax.Array, layers: tuple[LayerKV, ...]
     ) -> tuple[jax.Array, jax.Array, Any, tuple[LayerKV, ...]]:
         """Run the model on the newest token of each live row and its drafts; draw after each.
 

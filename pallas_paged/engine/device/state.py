@@ -57,6 +57,12 @@ class History:
     groups: Array
 
 
+def create_history(num_slots: int, max_len: int) -> History:
+    """Return the history of slots without tokens, as NumPy arrays."""
+    token_ids = np.full((num_slots, max_len), -1, np.int32)
+    return History(token_ids=token_ids, groups=np.full(num_slots, -1, np.int32))
+
+
 @pytree
 class EngineState:
     """All slots of an engine.
@@ -78,7 +84,7 @@ class EngineState:
     table: PageTable
     pool: KVPool
     slots: SlotStates
-    valid: jax.Array
+    valid: Array
     window_table: PageTable | None = None
     kept_tokens: int = field(default=0, metadata=dict(static=True))
     history: History | None = None

@@ -47,8 +47,7 @@ class Replica:
         weights: on the devices.
         cache: None computes every prompt in full.
         counters: of its requests and calls.
-        num_pages: of its pool.
-        num_window_pages: of layers with a window that have a pool of their own, or 0.
+        num_pages, num_window_pages: of its pool, and of layers with one of their own, or 0.
         drafting: whether calls verify drafts; None: none does.
         step_policy: returns the most decode steps of the next call; by default as many as take
             about `_CALL_SECONDS`.

@@ -115,11 +115,7 @@ class Replicas:
     ):
         """Put the parameters on the devices of each replica, and create the pools in what is left.
 
-        Args:
-            model, params, config, devices, tokenizer: as in `Engine`.
-
-        Raises:
-            ValueError: a size is out of range for this model, or for the devices.
+        Arguments and errors are those of `Engine`.
         """
         places = placements(config.tensor_parallel_size, config.data_parallel_size, devices)
         model.kv_cache_spec.on_devices(config.tensor_parallel_size)
@@ -229,20 +225,29 @@ class Replicas:
         for replica in self._all:
             replica.drain()
 
-    def update_params(self, params: Any) -> None:
-        """Use other parameters from the next call on. Arrays on the devices are not copied.
-
-        Raises:
-            ValueError: structure, shapes or dtypes differ; nothing has changed.
-        """
-        self._all[0].weights.check(params)
-        if self.followers is not None:
-            self.followers.send("release")
-        leaves = [replica.weights.put(params) for replica in self._all]
-        for replica, new in zip(self._all, leaves, strict=True):
-            replica.weights.leaves = new
-        if self.followers is not None:
-            self.followers.rejoin()
+    def update_params(
+        self, params: Any, *, reset_prefix_cache: bool, restart_running: bool
+    ) -> None:
+        """Use other parameters from the next call on, as `Engine.update_params`."""
+        self.check_alive()
+        if self.leader is None:
+            self._all[0].weights.check(params)
+        with self.fatal():
+            self.drain()
+        with self.fatal(only_if_multi_process=True):
+            self._all[0].weights.check(params)  # in the others: process 0 has new ones already
+            if self.followers is not None:
+                self.followers.send("release")
+            leaves = [replica.weights.put(params) for replica in self._all]
+            for replica, new in zip(self._all, leaves, strict=True):
+                replica.weights.leaves = new
+            if self.followers is not None:
+                self.followers.rejoin()
+            if restart_running:
+                for replica in self._all:
+                    replica.restart()
+            if reset_prefix_cache:
+                self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -285,6 +290,19 @@ class Replicas:
         if not isinstance(error, Exception):
             raise error
         raise EngineDeadError(what, error) from error
+
+    def follow(self) -> bool:
+        """Make the calls of process 0; results and errors are those of `Engine.follow`."""
+        self.check_alive()
+        if self.leader is None:
+            raise RuntimeError("follow() is for the processes that follow process 0")
+        try:
+            released = self.leader.follow(self._all[0].runner.executor)
+        except BaseException as error:
+            self.die(error, "process 0 can't be followed")
+        if not released:
+            self.close("process 0 has closed it")
+        return released
 
     def close(self, reason: str) -> None:
         """Be dead from now on, without a failure; `follow` returns False in other processes."""

@@ -186,9 +186,7 @@ _PARAMS = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detok
 
 
 def score_requests(
-    inputs: InputProcessor,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
+    inputs: InputProcessor, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> list[Request | None]:
     """Return a request for each completion, None for an empty one; as in `Engine.score`.
 

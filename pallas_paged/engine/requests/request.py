@@ -78,10 +78,6 @@ class Request:
     def outputs(self) -> list[CompletionOutput]:
         """The completions; those of `best_of` and beams once they are ranked, at the end."""
         # Made when they are first read: 100,000 requests that wait are few objects each.
-        return self.new_outputs()
-
-    def new_outputs(self) -> list[CompletionOutput]:
-        """Return empty completions, or none if they will be ranked."""
         return [] if self.params.ranks else self.new_completions()
 
     @cached_property
@@ -92,7 +88,7 @@ class Request:
     def begin(self) -> None:
         """Begin, or begin again, from the prompt."""
         self.start_time = self.first_token_time = None
-        self.outputs = self.new_outputs()
+        self.outputs = [] if self.params.ranks else self.new_completions()
 
     def new_completions(self) -> list[CompletionOutput]:
         """Return empty completions, one for each sequence."""

@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pallas_paged.engine.outputs import (
-    CompletionOutput,
-    FinishReasonName,
-    TokenLogprobs,
-)
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
 from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
-from pallas_paged.engine.requests.grammar import GrammarError, GrammarState
+from pallas_paged.engine.requests.grammar import GrammarState
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.prefix_cache import Block, PrefixLease
@@ -183,7 +179,7 @@ class Sequence:
             token_id: -1 if the model's logits were NaN or infinite.
             logprobs: of the token, and of as many of the most probable as the request asks for.
         """
-        request, params, output = self.request, self.request.params, self.output
+        request, output = self.request, self.output
         if token_id < 0:
             request.error = "the model returned NaN or infinite logits"
             if self.grammar is not None:
@@ -195,29 +191,28 @@ class Sequence:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
             if output.logprobs is not None:
                 output.logprobs.append(logprobs)
-        if self.grammar is not None:
-            try:
-                self.grammar.check()
-            except GrammarError as error:
-                return request.fail(error)
+        try:
+            return self._end(token_id)
+        except Exception as error:  # of the tokenizer or the grammar: other requests go on
+            return request.fail(error)
+
+    def _end(self, token_id: int) -> FinishReasonName | None:
+        """Add the text of the newest token; return the finish reason if it ends the sequence."""
+        output, grammar = self.output, self.grammar
+        if grammar is not None:
+            grammar.check()
         if token_id in self.stop_token_ids:
-            if token_id in (params.stop_token_ids or ()):
+            if token_id in (self.request.params.stop_token_ids or ()):
                 output.stop_reason = token_id
             return "stop"
         if self.detokenizer is not None:
-            try:
-                output.text += self.detokenizer.push([token_id])
-            except Exception as error:  # one text must not end other requests
-                return request.fail(error)
+            output.text += self.detokenizer.push([token_id])
             if self.detokenizer.stop_reason is not None:
                 output.stop_reason = self.detokenizer.stop_reason
                 return "stop"
-        if self.grammar is not None:
-            try:
-                self.grammar.accept(token_id)
-            except GrammarError as error:
-                return request.fail(error)
-            if self.grammar.is_complete:
+        if grammar is not None:
+            grammar.accept(token_id)
+            if grammar.is_complete:
                 return "stop"
         return "length" if len(self.token_ids) >= self.max_len else None
 
@@ -233,13 +228,7 @@ class SequenceGroup:
     def __init__(
         self, request: Request, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
     ):
-        """Take a new request.
-
-        Args:
-            request: to be started.
-            tokenizer: None if there is no text.
-            eos_token_ids: of the model.
-        """
+        """Take a new request; without a tokenizer there is no text."""
         self.request = request
         self.live: list[Sequence] = []
         params = request.params
@@ -250,11 +239,7 @@ class SequenceGroup:
         self._mode = SamplingMode.of(params)
 
     def start(self) -> list[list[Sequence]]:
-        """Make the sequences of a request that begins, or begins again.
-
-        Returns:
-            Sequences to schedule; those of one list have the same tokens.
-        """
+        """Return sequences to schedule at the beginning; those of a list have the same tokens."""
         request = self.request
         self._drawn = [
             Sequence(

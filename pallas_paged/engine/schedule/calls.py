@@ -19,9 +19,7 @@ class Chunk:
     """The next known tokens of a sequence that is not decoding.
 
     Attributes:
-        sequence: the sequence.
         start: index of the first token.
-        token_ids: the tokens.
         is_last: whether its last known token is among them, so that the next one is sampled.
     """
 
@@ -41,15 +39,10 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """Tokens of a sequence that goes on from its last one.
-
-    Attributes:
-        sequence: the sequence.
-        num_tokens: how many it computes, at most; it samples as many.
-    """
+    """Tokens of a sequence that goes on from its last one."""
 
     sequence: Sequence
-    num_tokens: int
+    num_tokens: int  # that it computes, at most; it samples as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +51,7 @@ class SchedulerOutput:
 
     Attributes:
         attachments: slots and the pages that they begin with.
-        window_attachments: the same slots, and pages of layers with a window, if they have a pool
-            of their own.
+        window_attachments: likewise, of layers with a window.
         forks: slots, and empty slots that become like them.
         decodes: sequences that go on from their last token.
         resumed: of those, the ones whose last token the host must send.
@@ -105,9 +97,8 @@ class SequenceOutput:
     """What a call has computed of one sequence, which has a slot.
 
     Attributes:
-        scheduled: what was scheduled.
         pages: of the pool, one for each token whose K/V the call has written.
-        window_pages: likewise, of layers with a window, if they have a pool of their own.
+        window_pages: likewise, of layers with a window.
         token_ids: that it sampled, in order; -1 for bad logits.
         logprobs: of each, or None.
         prompt_logprobs: of the tokens after each of a chunk, or None.
@@ -129,9 +120,8 @@ class RunnerOutput:
 
     Attributes:
         num_free: free pages after it.
-        num_free_window_pages: those of layers with a window that have a pool of their own, or 0.
         sequences: those that have not ended meanwhile.
-        drafts: None of a call without.
+        num_free_window_pages: those of layers with a window, if they have a pool of their own.
     """
 
     num_free: int
@@ -166,10 +156,7 @@ class DraftPolicy:
     def __init__(self, num_drafts: int, free_tokens: float):
         """Start with the hope that half of the drafts are right.
 
-        Args:
-            num_drafts: of a row.
-            free_tokens: tokens of a step whose computation takes as long as the read of the
-                weights; infinite where that is not known.
+        `free_tokens` of a step take as long to compute as the weights to read; it may be infinite.
         """
         self.num_drafts = num_drafts
         self._free_tokens = free_tokens
@@ -187,12 +174,7 @@ class DraftPolicy:
         return self.num_drafts if pays else 0
 
     def observe_drafts(self, num_rows: int, num_accepted: int) -> None:
-        """Note what a call with drafts has brought.
-
-        Args:
-            num_rows: one for each step of each sequence.
-            num_accepted: drafts that were right.
-        """
+        """Note how many drafts were right in a call, of rows counted once for each step."""
         if num_rows:
             kept = _MEMORY ** min(num_rows, _MOST_ROWS)
             self._tokens_of_step *= kept

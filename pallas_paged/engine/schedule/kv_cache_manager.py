@@ -57,9 +57,10 @@ class KVCacheManager:
         sliding_window: int | None,
         windows: WindowPool | None = None,
     ):
-        """Start with all pages free; sizes as in `EngineConfig`.
+        """Start with all pages free.
 
         Args:
+            num_pages, page_size, max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
             cache: None computes every prompt in full.
             sliding_window: tokens after which pages are freed from the left, or None.
             windows: the pool of layers with a window, if they have one of their own.

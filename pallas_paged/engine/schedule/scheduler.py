@@ -48,14 +48,7 @@ class Scheduler:
         drafting: DraftPolicy | None = None,
         max_tokens_of_call: int = 1,
     ):
-        """Start with all pages free.
-
-        Args:
-            pages: of the table, all free.
-            watermark: pages that must be left over when a sequence starts beside others.
-            drafting: None never verifies drafts.
-            max_tokens_of_call: of a sequence, in a call with drafts.
-        """
+        """Start without sequences; without `drafting`, calls never verify drafts."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.pages, self._watermark = pages, watermark
@@ -129,12 +122,7 @@ class Scheduler:
         self.pages.num_free, self._exact = num_free, True
 
     def update(self, output: RunnerOutput, page_balance: int) -> None:
-        """Note what a call has computed, and where.
-
-        Args:
-            output: of the call.
-            page_balance: `pages.page_balance` after its schedule.
-        """
+        """Note what a call has computed, given `pages.page_balance` after its schedule."""
         self.pages.observe(output.num_free, page_balance)
         if (drafts := output.drafts) is not None and self._drafting is not None:
             self._drafting.observe_drafts(drafts.num_rows, sum(drafts.num_accepted_per_pos))

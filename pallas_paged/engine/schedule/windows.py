@@ -22,7 +22,7 @@ class WindowPool:
         kept_tokens: newest tokens of a sequence whose pages are not freed. The prefix cache takes
             the pages at the end of a prompt or an answer when the host has read it, and by then
             the next call has run: so with a prefix cache they are more than the window.
-        num_cached: most pages that the prefix cache keeps.
+        caches: whether there is a prefix cache.
     """
 
     num_pages: int
@@ -30,51 +30,7 @@ class WindowPool:
     max_num_batched_tokens: int
     sliding_window: int
     kept_tokens: int
-    num_cached: int
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        sliding_window: int,
-        page_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_tokens_of_call: int,
-        enable_prefix_caching: bool,
-        most_pages: int | None = None,
-    ) -> WindowPool | None:
-        """Return the pool that lets all sequences run, or one of `most_pages` if that is less.
-
-        Args:
-            sliding_window: of the pool.
-            page_size, max_num_seqs, max_num_batched_tokens, max_tokens_of_call,
-                enable_prefix_caching: as in `EngineConfig`.
-            most_pages: None is any number.
-
-        Returns:
-            The pool; None if not even one sequence can run in so few pages.
-        """
-        kept = sliding_window + (page_size + max_tokens_of_call if enable_prefix_caching else 0)
-
-        def pool(num_pages: int) -> WindowPool:
-            return cls(
-                num_pages=num_pages,
-                page_size=page_size,
-                max_num_batched_tokens=max_num_batched_tokens,
-                sliding_window=sliding_window,
-                kept_tokens=kept,
-                num_cached=num_pages // 3 if enable_prefix_caching else 0,
-            )
-
-        def needed(num_seqs: int) -> int:
-            num_pages = num_seqs * pool(0).most_of_sequence - pool(0).num_for_sequences
-            return num_pages + (num_pages // 2 + 1 if enable_prefix_caching else 0)
-
-        num_pages = needed(max_num_seqs)
-        if most_pages is not None:
-            num_pages = min(num_pages, most_pages)
-        return pool(num_pages) if num_pages >= needed(1) else None
+    caches: bool
 
     # A call with chunks first frees what lies left of the kept tokens. K - 1 tokens of a sequence
     # are left, and it adds N: these are in at most (K - 2 + N) // page_size + 2 pages. All N
@@ -87,14 +43,27 @@ class WindowPool:
         return -(-(self.kept_tokens - 1) // self.page_size) + 2
 
     @property
+    def num_cached(self) -> int:
+        """Most pages that the prefix cache keeps."""
+        return self.num_pages // 3 if self.caches else 0
+
+    @property
     def num_for_sequences(self) -> int:
         """Pages for sequences, beside those of the tokens of a step."""
-        step = -(-self.max_num_batched_tokens // self.page_size)
-        return self.num_pages - self.num_cached - step
+        return self.num_pages - self.num_cached - self._num_of_step
+
+    def num_needed(self, num_seqs: int) -> int:
+        """Return the pages of a pool in which as many sequences can run."""
+        num_pages = num_seqs * self.most_of_sequence + self._num_of_step
+        return num_pages + (num_pages // 2 + 1 if self.caches else 0)
 
     def num_of_sequence(self, max_len: int) -> int:
         """Return the pages of a sequence of at most `max_len` tokens, as `most_of_sequence`."""
         return min(-(-max_len // self.page_size), self.most_of_sequence)
+
+    @property
+    def _num_of_step(self) -> int:
+        return -(-self.max_num_batched_tokens // self.page_size)
 
 
 class WindowPrefixes:
@@ -109,14 +78,7 @@ class WindowPrefixes:
     """
 
     def __init__(self, *, sliding_window: int, kept_tokens: int, page_size: int, num_pages: int):
-        """Start empty.
-
-        Args:
-            sliding_window: tokens that the layers see.
-            kept_tokens: newest tokens of a sequence whose pages the table has, at least as many.
-            page_size: tokens of a page.
-            num_pages: most pages to keep.
-        """
+        """Start empty, for at most `num_pages`; the other sizes are those of `WindowPool`."""
         self.num_inserted = 0
         self._kept_tokens = kept_tokens
         self._window, self._page_size, self._num_pages = sliding_window, page_size, num_pages
@@ -152,12 +114,7 @@ class WindowPrefixes:
         return [-1] * first + [self._pages[page] for page in pages[first:]]
 
     def insert(self, pages: Iterable[int], window_pages: Iterable[int]) -> tuple[list, list]:
-        """Keep pages beside cached ones; return those to retain, and those to release.
-
-        Args:
-            pages: cached ones.
-            window_pages: beside each, or -1 for none.
-        """
+        """Keep a page, or -1 for none, beside cached ones; return what to retain and to release."""
         retained: list[int] = []
         for page, window_page in zip(pages, window_pages, strict=True):
             if page in self._pages:

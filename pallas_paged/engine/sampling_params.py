@@ -15,6 +15,11 @@ MAX_SAMPLES = 16384
 MAX_LOGPROBS = 20  # alternatives of a token with log-probabilities, as many as OpenAI's API has
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+_NOT_OF_BEAMS = (
+    *("best_of", "stop", "logprobs", "prompt_logprobs", "return_routed_experts", "logit_bias"),
+    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    "structured_outputs",
+)
 _MAX_LENGTH_PENALTY = 10  # powers of lengths stay far from overflow
 
 
@@ -226,23 +231,11 @@ class SamplingParams:
         width = f"beam_width={self.beam_width}"
         if self.n > self.num_seqs:
             raise ValueError(f"n={self.n} must be at most {width}")
-        excluded = {
-            "max_tokens": self.max_tokens == 0,
-            "best_of": self.best_of is not None,
-            "stop": bool(self.stop),
-            "logprobs": self.logprobs is not None,
-            "prompt_logprobs": self.prompt_logprobs is not None,
-            "return_routed_experts": self.return_routed_experts,
-            "logit_bias": bool(self.logit_bias),
-            "min_tokens": self.min_tokens > 0,
-            "presence_penalty": self.presence_penalty != 0,
-            "frequency_penalty": self.frequency_penalty != 0,
-            "repetition_penalty": self.repetition_penalty != 1,
-            "structured_outputs": self.structured_outputs is not None,
-        }
-        for name, given in excluded.items():
-            if given:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not possible with {width}")
+        for name in _NOT_OF_BEAMS:
+            if (value := getattr(self, name)) not in (getattr(SamplingParams, name), ()):
+                raise ValueError(f"{name}={value!r} is not possible with {width}")
+        if self.max_tokens == 0:
+            raise ValueError(f"max_tokens=0 is not possible with {width}")
 
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pallas_paged.engine import EngineConfig
 from pallas_paged.engine.device.batch import BatchBuckets
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import Chunk, Decode
 
 
 def make_buckets(max_num_seqs, most):
-    return BatchBuckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=most, max_num_steps=4)
+    sizes = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=most)
+    return BatchBuckets(EngineConfig(**sizes, num_scheduler_steps=4))
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,17 @@ class PagedAttend:
             prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
         return _Pages(table.num_pages, decoding, prompts, slot_mapping, sliding_window)
 
-    def _pages_of(self, cache: LayerKV, options: dict[str, Any]) -> _Pages:
-        """Return what a layer's calls need, which the number of its pages says.
+    def _begin(self, cache: LayerKV, options: dict[str, Any]) -> _Pages:
+        """Return what the call of a layer needs, which the number of its pages says.
 
         Raises:
-            ValueError: the layer's pages may be free left of a window, and it sees more.
+            ValueError: while tracing: a call has had these pages already; or they may be free left
+                of a window, and the layer sees more.
         """
+        traced = isinstance(cache.k_pages, jax.core.Tracer)
+        if traced and any(cache.k_pages is pages for pages in self._seen):
+            raise ValueError("the model must call `attend` once for each layer, with its own cache")
+        self._seen.append(cache.k_pages)
         pages = self._window_pages
         if pages is None or cache.num_pages != pages.num_pages:
             return self._pages
@@ -153,12 +158,11 @@ class PagedAttend:
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
     ) -> tuple[jax.Array, LayerKV]:
-        self._check_once(cache)
+        pages = self._begin(cache, options)
         repeats = self._repeats(cache, k.shape[1])
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
-        slots = self._pages_of(cache, options).slot_mapping
-        return self._attend((q,), write_kv(cache, k, v, slots), **options)
+        return self._attend((q,), write_kv(cache, k, v, pages.slot_mapping), pages, options)
 
     def fused(
         self,
@@ -172,15 +176,17 @@ class PagedAttend:
         unmerged: bool = False,
         **options: Any,
     ) -> tuple[Any, LayerKV]:
-        self._check_once(cache)
+        pages = self._begin(cache, options)
+        how = pages.decoding | self._kernels.attention | options
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
         is_plain = q_norm is None and k_norm is None
-        pages = self._pages_of(cache, options)
-        if unmerged and is_plain and self._has_states:
-            how = pages.decoding | dict(rotation=rotation) | self._kernels.attention
-            found = write_and_attend(qkv, cache, slots=pages.slot_mapping, **how, **options)
+        # Partial states are of use where a call is one row of one device.
+        unmerged &= self._chunks is None and self._peers is None and self._rows.size == 1
+        if unmerged and is_plain:
+            slots = pages.slot_mapping
+            found = write_and_attend(qkv, cache, slots=slots, rotation=rotation, **how)
             if found is not None:
                 return found
         q, cache = rotate_and_write_kv(
@@ -193,12 +199,11 @@ class PagedAttend:
             eps=eps,
             **self._kernels.writes,
         )
-        if unmerged and self._has_states:
-            how = pages.decoding | self._kernels.attention
-            attention = unmerged_attention(q, cache, **how, **options)
+        if unmerged:
+            attention = unmerged_attention(q, cache, **how)
             if attention is not None:
                 return attention, cache
-        return self._attend((q,), cache, **options)
+        return self._attend((q,), cache, pages, options)
 
     def latent(
         self,
@@ -212,37 +217,26 @@ class PagedAttend:
         eps: float = 1e-6,
         **options: Any,
     ) -> tuple[jax.Array, LayerKV]:
-        self._check_once(cache)
+        pages = self._begin(cache, options)
         if rotation is not None:
             q_pe = rotate(q_pe, *rotation)
         how = dict(rotation=rotation, norm=norm, eps=eps) | self._kernels.writes
-        slots = self._pages_of(cache, options).slot_mapping
-        cache = rotate_and_write_latents(cache, latents, slots, **how)
-        return self._attend((q_nope, q_pe), cache, **options)
-
-    @property
-    def _has_states(self) -> bool:
-        """Whether a call is one row of one device, whose partial states are of use."""
-        is_alone = self._chunks is None and self._peers is None
-        return is_alone and self._rows.size == 1
-
-    def _check_once(self, cache: LayerKV) -> None:
-        """Refuse pages that a call has had already, while a model is traced."""
-        traced = isinstance(cache.k_pages, jax.core.Tracer)
-        if traced and any(cache.k_pages is pages for pages in self._seen):
-            raise ValueError("the model must call `attend` once for each layer, with its own cache")
-        self._seen.append(cache.k_pages)
+        cache = rotate_and_write_latents(cache, latents, pages.slot_mapping, **how)
+        return self._attend((q_nope, q_pe), cache, pages, options)
 
     def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
         """Return how often the pool has each head; the model may have repeated them itself."""
         return cache.num_kv_heads // num_kv_heads if num_kv_heads in self._num_kv_heads else 1
 
     def _attend(
-        self, queries: tuple[jax.Array, ...], cache: LayerKV, **options: Any
+        self,
+        queries: tuple[jax.Array, ...],
+        cache: LayerKV,
+        pages: _Pages,
+        options: dict[str, Any],
     ) -> tuple[jax.Array, LayerKV]:
         """Attend with q, or with `q_nope` and `q_pe` to latents."""
         self._seen.append(cache.k_pages)
-        pages = self._pages_of(cache, options)
         options |= self._kernels.attention
         of_rows: Any = paged_attention
         of_chunks: Any = ragged_paged_attention

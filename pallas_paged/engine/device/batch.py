@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.checks import pytree
-from pallas_paged.engine.config import SpeculativeConfig
+from pallas_paged.engine.config import EngineConfig, SpeculativeConfig
 from pallas_paged.engine.device.state import Array, EngineState
 from pallas_paged.engine.sampling.logprobs import Logprobs
 from pallas_paged.engine.sampling_params import SamplingMode
@@ -75,7 +75,7 @@ class Batch:
     masks: Array | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BatchBuckets:
     """The shapes that batches have, so that all of them can be compiled before they are needed.
 
@@ -84,39 +84,34 @@ class BatchBuckets:
     drafts has their number behind these two.
 
     Attributes:
-        max_num_seqs, max_num_batched_tokens: as in `EngineConfig`.
-        max_num_steps: of a call that only decodes.
-        max_tokens_of_call, speculation: of a call that verifies drafts; None: there are none.
+        config: sizes of the engine.
     """
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_steps: int
-    max_tokens_of_call: int = 1
-    speculation: SpeculativeConfig | None = None
+    config: EngineConfig
 
     @property
     def decode_slots(self) -> list[int]:
-        return _powers(min(_MIN_SLOTS, self.max_num_seqs), self.max_num_seqs)
+        return _powers(_MIN_SLOTS, self.config.max_num_seqs)
 
     @property
     def chunk_tokens(self) -> list[int]:
-        return _powers(min(_MIN_TOKENS, self.max_num_batched_tokens), self.max_num_batched_tokens)
+        return _powers(_MIN_TOKENS, self.config.max_num_batched_tokens)
 
     def all(self) -> list[Shape]:
         """(decoding slots, tokens in chunks) of every shape, the largest first."""
         decoding: list[Shape] = [(slots, 0) for slots in self.decode_slots]
-        if (speculation := self.speculation) is not None:
+        if (speculation := self.config.speculation) is not None:
             drafts = speculation.num_speculative_tokens
             decoding += [(slots, 0, drafts) for slots in self.decode_slots]
-        return [*decoding, *((self.max_num_seqs, tokens) for tokens in self.chunk_tokens)][::-1]
+        with_chunks = [(self.config.max_num_seqs, tokens) for tokens in self.chunk_tokens]
+        return [*decoding, *with_chunks][::-1]
 
     def fit(self, num_decodes: int, num_tokens: int, num_drafts: int = 0) -> Shape:
         """The smallest shape with room for these decoding slots and tokens in chunks."""
         if not num_tokens:
             drafts = (num_drafts,) if num_drafts else ()
             return next(slots for slots in self.decode_slots if slots >= num_decodes), 0, *drafts
-        return self.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
+        return self.config.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
 
     def pack(
         self,
@@ -128,27 +123,28 @@ class BatchBuckets:
     ) -> Batch:
         """Pack a schedule into a batch of a shape that has room for it."""
         num_slots, num_tokens, *drafts = shape
-        max_num_steps = self.max_tokens_of_call if drafts else self.max_num_steps
+        config = self.config
+        max_num_steps = config.max_tokens_of_call if drafts else config.num_scheduler_steps
         first = num_slots - len(decodes) if num_tokens else 0
         place = slice(first, first + len(decodes))
-        decoding = np.full(num_slots, self.max_num_seqs, np.int32)
+        decoding = np.full(num_slots, config.max_num_seqs, np.int32)
         decoding[place] = [decode.sequence.running_slot for decode in decodes]
         steps = np.zeros(num_slots, np.int32)
         steps[place] = [decode.num_tokens for decode in decodes]
         packed = None
         if num_tokens:
-            num_tokens = min(num_tokens + num_slots, self.max_num_batched_tokens)
+            num_tokens = min(num_tokens + num_slots, config.max_num_batched_tokens)
             lens = [len(chunk.token_ids) for chunk in chunks]
             total, count = sum(lens), len(chunks)
             token_ids = np.zeros(num_tokens, np.int32)
             token_ids[:total] = np.fromiter(
                 chain.from_iterable(x.token_ids for x in chunks), np.int32
             )
-            cu_q_lens = np.full(self.max_num_seqs + 1, total, np.int32)
+            cu_q_lens = np.full(config.max_num_seqs + 1, total, np.int32)
             cu_q_lens[: count + 1] = np.cumsum([0, *lens])
-            slots = np.full(self.max_num_seqs, self.max_num_seqs, np.int32)
+            slots = np.full(config.max_num_seqs, config.max_num_seqs, np.int32)
             slots[:count] = [chunk.sequence.running_slot for chunk in chunks]
-            is_last = np.zeros(self.max_num_seqs, bool)
+            is_last = np.zeros(config.max_num_seqs, bool)
             is_last[:count] = [chunk.is_last for chunk in chunks]
             targets = None
             if mode.prompt_logprobs >= 0:
@@ -169,13 +165,13 @@ class BatchBuckets:
             chunks=packed,
             mode=mode,
             max_num_steps=1 if num_tokens else max_num_steps,
-            speculation=self.speculation if drafts else None,
+            speculation=config.speculation if drafts else None,
             num_verifications=np.int32(num_verifications) if drafts else None,
         )
 
 
 def _powers(least: int, most: int) -> list[int]:
-    """Powers of two times least, and most as the last."""
+    """Powers of two times least that are below most, and most as the last."""
     sizes = []
     while least < most:
         sizes.append(least)

@@ -52,13 +52,7 @@ class ModelRunner:
     def __init__(self, executor: Executor):
         config = executor.config
         self.executor = executor
-        self.buckets = BatchBuckets(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_steps=config.num_scheduler_steps,
-            max_tokens_of_call=config.max_tokens_of_call,
-            speculation=config.speculation,
-        )
+        self.buckets = BatchBuckets(config)
         self.compiled: dict[Shape, set[SamplingMode]] = {}
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
@@ -159,8 +153,8 @@ class ModelRunner:
         """Return a batch with the masks that its mode has; rows without a grammar allow all."""
         if not batch.mode.masks:
             return batch
-        num_rows = batch.decode_slots.size if batch.chunks is None else self.buckets.max_num_seqs
-        masks = np.full((num_rows, -(-self.executor.model.vocab_size // 32)), -1, np.int32)
+        size = batch.decode_slots.size, -(-self.executor.model.vocab_size // 32)
+        masks = np.full(size, -1, np.int32)
         sampling = [x.sequence for x in decodes] + [x.sequence for x in chunks if x.is_last]
         for row, sequence in enumerate(sampling):
             if sequence.grammar is not None:

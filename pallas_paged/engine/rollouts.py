@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -96,14 +97,17 @@ class Rollouts:
         tokens = [completion.token_ids for completion in completions]
         lens = _lens("max_tokens", tokens, max_tokens)
         padded_tokens = _padded(tokens, max_tokens, pad_token_id, np.int32)
-        logprobs = _logprobs(completions)
+        sequences = _in_all("logprobs", completions)
+        logprobs = None
+        if sequences is not None:
+            logprobs = _padded([x.logprobs for x in sequences], max_tokens, 0, np.float32)
         reasons = [FinishReason[str(one.finish_reason).upper()] for one in completions]
         return cls(
             prompt_token_ids=prompt_token_ids,
             prompt_lens=prompt_lens,
             token_ids=padded_tokens,
             lens=lens,
-            logprobs=None if logprobs is None else _padded(logprobs, max_tokens, 0, np.float32),
+            logprobs=logprobs,
             routed_experts=_routed_experts(
                 completions, prompt_lens, prompt_token_ids.shape[1], padded_tokens.shape[1]
             ),
@@ -138,21 +142,12 @@ def _padded(
     return array
 
 
-def _logprobs(completions: Sequence[CompletionOutput]) -> list[list[float]] | None:
-    """Return the log-probabilities of all tokens, or None if no completion has any."""
-    missing = [completion.logprobs is None for completion in completions]
-    if all(missing):
-        return None
-    if any(missing):
-        raise ValueError("logprobs must be in all completions or in none")
-    return [
-        [
-            entry[token_id].logprob
-            for token_id, entry in zip(one.token_ids, one.logprobs, strict=True)
-        ]
-        for one in completions
-        if one.logprobs is not None
-    ]
+def _in_all(name: str, completions: Sequence[CompletionOutput]) -> list[Any] | None:
+    """Return what all completions have by this name, or None if none has."""
+    given = [x for one in completions if (x := getattr(one, name)) is not None]
+    if 0 < len(given) < len(completions):
+        raise ValueError(f"{name} must be in all completions or in none")
+    return given or None
 
 
 def _routed_experts(
@@ -160,17 +155,10 @@ def _routed_experts(
 ) -> np.ndarray | None:
     """Return the experts of all tokens, or None if no completion has any.
 
-    Args:
-        completions: each with experts or none.
-        prompt_lens: `i32[B]`.
-        most: P, to which prompts are padded.
-        most_new: T, to which completions are padded.
+    P and T are `most` and `most_new`, to which prompts and completions are padded.
     """
-    given = [one.routed_experts for one in completions if one.routed_experts is not None]
-    if not given:
+    if (given := _in_all("routed_experts", completions)) is None:
         return None
-    if len(given) < len(completions):
-        raise ValueError("routed_experts must be in all completions or in none")
     size = max(most + most_new - 1, 0)
     array = np.full((len(given), size, *given[0].shape[1:]), -1, np.int16)
     for padded, experts, length in zip(array, given, prompt_lens, strict=True):

@@ -145,10 +145,9 @@ class Engine:
                 self.abort(request)
 
     def abort(self, request: Request | str) -> None:
-        """End a request as it stands; its pages are free with the next step.
+        """End a request as it stands, given itself or its id; nothing happens if it is finished.
 
-        Args:
-            request: the request or its id; one that is finished stays as it is.
+        Its pages are free with the next step.
 
         Raises:
             ValueError: it is not a request of this engine.

@@ -85,7 +85,8 @@ class Scheduler:
             self._preempt()
             return None
         forks = self._fork()
-        budget, chunks = self.pages.max_num_batched_tokens - len(decoding), list[Chunk]()
+        budget = self.pages.max_num_batched_tokens - len(decoding)
+        chunks: list[Chunk] = []
         for one in self.running:
             if not one.needs_last_token:  # or it decodes, in the next step if just forked
                 budget -= self._add_chunk(one, budget, chunks)

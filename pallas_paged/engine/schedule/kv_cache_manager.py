@@ -81,8 +81,8 @@ class KVCacheManager:
             )
         self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
         self.update = TableUpdate()
-        # The sequence that could not start, the pages that it needed, and `_num_inserted`.
-        self._blocked: tuple[Sequence | None, int, int] = None, 0, 0
+        # Of the sequence that could not start: which it was, the pages it needed, `_num_inserted`.
+        self._blocked: tuple[object, int, int] = None, 0, 0
 
     @property
     def num_evictable(self) -> int:
@@ -201,7 +201,8 @@ class KVCacheManager:
         num_available = self.num_available
         num_available -= sum(self.num_new_pages(one, one.num_to_prefill) for one in running)
         blocked, needed, num_inserted = self._blocked
-        is_unchanged = blocked is sequence and num_inserted == self._num_inserted
+        key = sequence.order, len(sequence.token_ids)
+        is_unchanged = blocked == key and num_inserted == self._num_inserted
         if running and is_unchanged and num_available < needed:
             return False
         num_evictable = self.num_evictable
@@ -211,7 +212,7 @@ class KVCacheManager:
         # What the lease holds can no longer be evicted.
         if needed > num_available - (num_evictable - self.num_evictable):
             self._release_lease(lease)
-            self._blocked = sequence, needed, self._num_inserted
+            self._blocked = key, needed, self._num_inserted
             return False
         sequence.lease = lease
         if lease is not None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -25,6 +25,7 @@ from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.program import ProgramCache, make_step
 from pallas_paged.engine.device.state import (
+    CHANGES,
     EngineState,
     SlotStates,
     TableArrays,
@@ -172,10 +173,7 @@ class Executor:
         if mesh is None and followers is None:
             self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
-        self._changes = {}
-        for change in (fork, set_history, set_slots, update_tables):
-            of_changed = None if mesh is None else Shardings.of(self._changed(change))
-            self._changes[change] = jit_change(change, of_changed)
+        self._changes: dict[Any, Callable[..., EngineState]] = {}  # jitted, from their first use on
 
     @property
     def free_tokens(self) -> float:
@@ -288,16 +286,15 @@ class Executor:
         counts = self._make_counts() if batch.mode.penalties else None
         return self.weights.leaves, replace(self.state, counts=counts), batch, self._peers
 
-    def _changed(self, change: Callable[..., EngineState]) -> EngineState:
-        """Return what a function of `state.py` takes: only forks copy pages of the pool."""
-        pool = self.state.pool if change is fork else KVPool(layers=())
-        return replace(self.state, pool=pool, counts=None)
-
     def _change(self, change: Callable[..., EngineState], *args: Any) -> None:
-        """Change the state by a function of `state.py`."""
-        pool, counts = self.state.pool, self.state.counts
-        new = self._changes[change](self._changed(change), *args)
-        self.state = replace(new, pool=new.pool if change is fork else pool, counts=counts)
+        """Change the state by a function of `CHANGES`."""
+        others: dict[str, Any] = {name: None for name in _STATE if name not in CHANGES[change]}
+        given = replace(self.state, **others)
+        if change not in self._changes:
+            shardings = None if self.placement.mesh is None else Shardings.of(given)
+            self._changes[change] = jit_change(change, shardings)
+        new = self._changes[change](given, *args)
+        self.state = replace(self.state, **{x: getattr(new, x) for x in CHANGES[change]})
 
     def _load(self, batch: Batch) -> bool:
         """Load the step of a batch; return whether it was in `ProgramCache`."""
@@ -350,6 +347,9 @@ class Executor:
             counts = make(self.config.max_num_seqs, self.model.vocab_size)
             self.state = replace(self.state, counts=counts)
         return counts
+
+
+_STATE = [one.name for one in fields(EngineState) if one.name != "kept_tokens"]
 
 
 def _kind(batch: Batch) -> tuple[Any, ...]:

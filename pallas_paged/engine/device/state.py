@@ -195,6 +195,15 @@ def set_history(
     return replace(state, history=history)
 
 
+# What changes of a state take and change: the fewer arrays, the sooner the call is dispatched.
+CHANGES: dict[Callable[..., EngineState], tuple[str, ...]] = {
+    update_tables: ("table", "window_table", "valid"),
+    fork: ("table", "window_table", "valid", "pool"),
+    set_slots: ("slots",),
+    set_history: ("history",),
+}
+
+
 @lru_cache(maxsize=64)
 def jit_change(function: Callable[..., Any], shardings: Shardings | None) -> Callable[..., Any]:
     """Return a jitted function that changes its first argument, which is donated.

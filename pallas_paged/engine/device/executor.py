@@ -288,7 +288,7 @@ class Executor:
 
     def _change(self, change: Callable[..., EngineState], *args: Any) -> None:
         """Change the state by a function of `CHANGES`."""
-        others: dict[str, Any] = {name: None for name in _STATE if name not in CHANGES[change]}
+        others: dict[str, Any] = {name: None for name in _ARRAYS if name not in CHANGES[change]}
         given = replace(self.state, **others)
         if change not in self._changes:
             shardings = None if self.placement.mesh is None else Shardings.of(given)
@@ -349,7 +349,8 @@ class Executor:
         return counts
 
 
-_STATE = [one.name for one in fields(EngineState) if one.name != "kept_tokens"]
+# Of a state: fields of arrays.
+_ARRAYS = [one.name for one in fields(EngineState) if one.name != "kept_tokens"]
 
 
 def _kind(batch: Batch) -> tuple[Any, ...]:

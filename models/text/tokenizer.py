@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from pallas_paged.server import HFTokenizer
-from pallas_paged.server.tokens import byte_symbols
+from pallas_paged.server.text import BYTE_OF_SYMBOL
 
 
 class Tokenizer(HFTokenizer):
@@ -37,8 +37,7 @@ def save_byte_tokenizer(folder: str | Path, *, max_length: int) -> None:
             AutoTokenizer loads it.
         max_length: positions of the model, for tokenizer_config.json.
     """
-    vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTE_OF_SYMBOL, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     )

@@ -6,8 +6,9 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pallas_paged.engine import AsyncEngine, EngineDeadError, Tokenizer
-from pallas_paged.server.chat_completions import parse_chat, take_conversation
-from pallas_paged.server.chat_template import ChatTemplate
-from pallas_paged.server.completions import parse_completion
-from pallas_paged.server.fields import APIError, bad_request, error_of
+from pallas_paged.server.call import Call
+from pallas_paged.server.completions import parse_chat, parse_completion, take_conversation
+from pallas_paged.server.fields import APIError, Fields, bad_request, error_of
 from pallas_paged.server.generation import engine_dead, respond, shutting_down
 from pallas_paged.server.metrics import HEALTH_SECONDS
 from pallas_paged.server.page.pool import PoolView
 from pallas_paged.server.responses import parse_response
 from pallas_paged.server.service import ServerConfig, Service
+from pallas_paged.server.text import ChatTemplate
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 _PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = {"/": "index.html"} | {
     f"/{name}": name for name in ("page.css", "page.js", "pool.js", "api.js")
@@ -105,9 +107,9 @@ def app_of(service: Service) -> Starlette:
     endpoints, post = _Endpoints(service), ["POST"]
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", endpoints.chat_completions, methods=post),
-            Route("/v1/responses", endpoints.responses, methods=post),
-            Route("/v1/completions", endpoints.completions, methods=post),
+            Route("/v1/chat/completions", endpoints.completions(parse_chat), methods=post),
+            Route("/v1/responses", endpoints.completions(parse_response), methods=post),
+            Route("/v1/completions", endpoints.completions(parse_completion), methods=post),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.models),
             Route("/tokenize", endpoints.tokenize, methods=post),
@@ -185,17 +187,14 @@ class _Endpoints:
             "has_tokenizer": service.has_tokenizer,
         }
 
-    async def chat_completions(self, request: Request) -> Response:
-        fields = await self._service.read_fields(request)
-        return await respond(self._service, parse_chat(fields, self._service), request)
+    def completions(self, parse: Callable[[Fields, Service], Call]) -> Endpoint:
+        """Return the endpoint of requests that are parsed so."""
 
-    async def completions(self, request: Request) -> Response:
-        fields = await self._service.read_fields(request)
-        return await respond(self._service, parse_completion(fields, self._service), request)
+        async def endpoint(request: Request) -> Response:
+            call = parse(await self._service.read_fields(request), self._service)
+            return await respond(self._service, call, request)
 
-    async def responses(self, request: Request) -> Response:
-        fields = await self._service.read_fields(request)
-        return await respond(self._service, parse_response(fields, self._service), request)
+        return endpoint
 
     async def models(self, request: Request) -> Response:
         if (name := request.path_params.get("name")) is not None:
@@ -208,19 +207,15 @@ class _Endpoints:
         fields = await service.read_fields(request)
         service.take_model(fields)
         prompt = fields.take("prompt", str)
-        adds_special_tokens = fields.take("add_special_tokens", bool, default=True)
-        if prompt is None:
-            conversation = take_conversation(fields, service)
-            fields.end()
-            token_ids = await service.encode(
-                lambda: conversation.encode(service), conversation.num_characters
-            )
+        adds = fields.take("add_special_tokens", bool, default=True)
+        conversation = take_conversation(fields, service) if prompt is None else None
+        fields.end()
+        if conversation is not None:
+            encode, size = partial(conversation.encode, service), conversation.num_characters
         else:
-            fields.end()
-            token_ids = await service.encode(
-                lambda: service.encode_text(prompt, add_special_tokens=adds_special_tokens),
-                len(prompt),
-            )
+            encode = partial(service.encode_text, prompt, add_special_tokens=adds)
+            size = len(prompt)
+        token_ids = await service.encode(encode, size)
         counts = {"count": len(token_ids), "max_model_len": service.max_model_len}
         return JSONResponse(counts | {"tokens": token_ids})
 

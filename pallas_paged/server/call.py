@@ -1,7 +1,8 @@
-"""A request for completions, and the fields that chats and texts share."""
+"""A request for completions, and what chats and texts share: fields, and log-probabilities."""
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
 import json
@@ -9,12 +10,18 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pallas_paged.engine import CompletionOutput, SamplingParams, StructuredOutputsParams
+from pallas_paged.engine import (
+    CompletionOutput,
+    Logprob,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from pallas_paged.server.fields import Fields, bad_request
+from pallas_paged.server.text import TextTokenizer
 
 MAX_N = 128  # completions of a prompt, as in OpenAI's API
 # The engine looks for each stop text after each token.
@@ -35,6 +42,9 @@ _IGNORED_FIELDS = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+_LEAST = -9999.0  # in place of minus infinity, which JSON lacks; OpenAI has the same
+TokenBytes = Callable[[int], bytes]
+Entry = Mapping[int, Logprob]  # the token's own first
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
@@ -42,23 +52,18 @@ class Answer(ABC):
     """The JSON of the completions of one request.
 
     Attributes:
+        kind, chunk_kind: values of "object", in one piece and in a stream.
+        id_prefix: of its id.
         head: fields of the whole answer.
-        chunk_object: value of "object" in a stream.
     """
 
-    chunk_object: str = ""
+    kind = chunk_kind = id_prefix = ""
 
-    def __init__(self, kind: str, prefix: str, model: str):
-        """Begin an answer.
-
-        Args:
-            kind: value of "object".
-            prefix: of the id.
-            model: name of the model.
-        """
+    def __init__(self, model: str):
+        """Begin an answer of the model with this name."""
         self.head: dict[str, Any] = {
-            "id": f"{prefix}-{secrets.token_hex(16)}",
-            "object": kind,
+            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
+            "object": self.kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
@@ -80,7 +85,7 @@ class Answer(ABC):
 
     @functools.cached_property
     def _event_head(self) -> str:
-        return encode_json(self.head | {"object": self.chunk_object})[:-1]
+        return encode_json(self.head | {"object": self.chunk_kind})[:-1]
 
     @abstractmethod
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> Any:
@@ -276,3 +281,94 @@ def _check_stop(stop: str | list[Any]) -> None:
         raise bad_request(f"stop has {len(texts)} texts, must have at most {_MAX_STOPS}", "stop")
     if any(isinstance(text, str) and len(text) > _MAX_STOP_LENGTH for text in texts):
         raise bad_request(f"stop must have at most {_MAX_STOP_LENGTH} characters each", "stop")
+
+
+class TextOffsets:
+    """Counts the characters of a text that comes as the bytes of its tokens."""
+
+    def __init__(self) -> None:
+        """Start at the beginning of a text."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def add(self, data: bytes) -> int:
+        """Return the offset of the next token, which has these bytes.
+
+        A token that has a part of a character has the offset of that character.
+        """
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(data))
+        return offset
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a chat completion."""
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        top = _best(entry, num_top)
+        own = _chat_token(token_id, entry[token_id], token_bytes)
+        content.append(
+            own | {"top_logprobs": [_chat_token(one, entry[one], token_bytes) for one in top]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[Entry | None],
+    num_top: int,
+    tokenizer: TextTokenizer,
+    offsets: TextOffsets,
+) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a text completion.
+
+    Args:
+        token_ids: of the text.
+        entries: for each token; None for the first token of a prompt.
+        num_top: alternatives of each token.
+        tokenizer: of the tokens; special ones have no part of the text.
+        offsets: of the tokens, where the completion's earlier ones have been.
+    """
+    logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    tokens, text_offset = [], []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        data = tokenizer.token_bytes(token_id)
+        tokens.append(_text(data))
+        text_offset.append(offsets.add(b"" if tokenizer.is_special(token_id) else data))
+        if entry is None:
+            logprobs.append(None)
+            top_logprobs.append(None)
+            continue
+        top = _best(entry, num_top)
+        logprobs.append(_finite(entry[token_id]))
+        top_logprobs.append({_text(tokenizer.token_bytes(one)): _finite(entry[one]) for one in top})
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": top_logprobs if num_top else None,
+        "text_offset": text_offset,
+    }
+
+
+def _best(entry: Entry, count: int) -> list[int]:
+    return sorted(entry, key=lambda token_id: entry[token_id].rank)[:count]
+
+
+def _chat_token(token_id: int, logprob: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
+    data = token_bytes(token_id)
+    return {"token": _text(data), "logprob": _finite(logprob), "bytes": [*data]}
+
+
+def _text(data: bytes) -> str:
+    """Return the text of a token; of a part of a character its bytes, as OpenAI spells them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, _LEAST)

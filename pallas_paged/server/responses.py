@@ -10,7 +10,7 @@ from typing import Any
 from pallas_paged.engine import CompletionOutput
 from pallas_paged.server.answer_parser import Parts
 from pallas_paged.server.call import Call, Prompt, encode_json
-from pallas_paged.server.chat_completions import ParsedAnswer, parse_chat
+from pallas_paged.server.completions import ParsedAnswer, parse_chat
 from pallas_paged.server.fields import APIError, Fields, bad_request
 from pallas_paged.server.service import Service
 from pallas_paged.server.tools import Tools
@@ -47,7 +47,15 @@ def parse_response(fields: Fields, service: Service) -> Call:
     if instructions is not None:
         messages = [{"role": "system", "content": instructions}, *messages]
     max_tokens = fields.take("max_output_tokens", int)
-    text, effort = _text_format(fields), _effort(fields)
+    text_fields = Fields(dict(fields.take("text", dict, default={})), path="text.")
+    text_fields.take("verbosity", str)
+    text = text_fields.take("format", dict)
+    text_fields.end()
+    reasoning = Fields(dict(fields.take("reasoning", dict, default={})), path="reasoning.")
+    for name in ("summary", "generate_summary"):
+        reasoning.take(name, str)  # the reasoning itself is in the answer
+    effort = reasoning.take("effort", str)
+    reasoning.end()
     tools, choice = fields.take("tools", list, default=[]), fields.take("tool_choice", str, dict)
     shown = {
         "instructions": instructions,
@@ -64,9 +72,9 @@ def parse_response(fields: Fields, service: Service) -> Call:
     chat |= {
         "messages": messages,
         "max_tokens": max_tokens,
-        "response_format": text and _response_format(text),
+        "response_format": _as_in_chats(text, "json_schema"),
         "tools": [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
-        "tool_choice": _chat_choice(choice),
+        "tool_choice": _as_in_chats(choice, "function"),
         "reasoning_effort": effort,
     }
     try:
@@ -154,54 +162,31 @@ def _text(content: Any, place: str, kinds: tuple[str, ...] = _TEXT_PARTS) -> str
     return "".join(part["text"] for part in content)
 
 
-def _text_format(fields: Fields) -> dict[str, Any] | None:
-    text = Fields(dict(fields.take("text", dict, default={})), path="text.")
-    text.take("verbosity", str)
-    value = text.take("format", dict)
-    text.end()
-    return value
-
-
-def _effort(fields: Fields) -> str | None:
-    reasoning = Fields(dict(fields.take("reasoning", dict, default={})), path="reasoning.")
-    for name in ("summary", "generate_summary"):
-        reasoning.take(name, str)  # the reasoning itself is in the answer
-    effort = reasoning.take("effort", str)
-    reasoning.end()
-    return effort
-
-
-def _response_format(text: dict[str, Any]) -> dict[str, Any]:
-    if text.get("type") != "json_schema":
-        return dict(text)
-    return {
-        "type": "json_schema",
-        "json_schema": {name: x for name, x in text.items() if name != "type"},
-    }
-
-
 def _chat_tool(tool: Any, place: str) -> Any:
-    """Return a tool as chats have it; what is wrong with it the chat says."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool
-    if "function" in tool:
+    if isinstance(tool, dict) and "function" in tool:
         raise bad_request(f"unknown field {place}.function", f"{place}.function")
-    function = {name: x for name, x in tool.items() if name != "type"}
-    return {"type": "function", "function": function}
+    return _as_in_chats(tool, "function")
 
 
-def _chat_choice(choice: Any) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    rest = {name: x for name, x in choice.items() if name != "type"}
-    return {"type": choice.get("type"), "function": rest}
+def _as_in_chats(value: Any, kind: str) -> Any:
+    """Return an object of this type as chats have it: what is beside "type" is in an object.
+
+    What is wrong with the value, the chat says.
+    """
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") != kind:
+        return dict(value)  # the chat takes its fields out of it
+    return {"type": kind, kind: {name: x for name, x in value.items() if name != "type"}}
 
 
 class _ResponseAnswer(ParsedAnswer):
     """One answer; its items are made as its text arrives, with the events that tell of them."""
 
+    kind, id_prefix = "response", "resp"
+
     def __init__(self, service: Service, tools: Tools, shown: dict[str, Any], *, has_format: bool):
-        super().__init__("response", "resp", service, tools, has_format=has_format)
+        super().__init__(service, tools, has_format=has_format)
         head = self.head
         self._response: dict[str, Any] = {
             "id": head["id"].replace("-", "_"),

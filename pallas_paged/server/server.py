@@ -24,9 +24,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pallas_paged.checks import check_integer
 from pallas_paged.engine import AsyncEngine, Tokenizer
 from pallas_paged.server.app import app_of
-from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.fields import APIError
 from pallas_paged.server.service import Service
+from pallas_paged.server.text import ChatTemplate
 
 HEAD_SECONDS = 10.0  # in which the head of a request must arrive
 MAX_HEAD_BYTES = 64 << 10  # the blank line included
@@ -184,8 +184,8 @@ class _Connection(asyncio.Protocol):
 class Server(uvicorn.Server):
     """Serves a service over a socket until `stop`."""
 
-    def __init__(self, service: Service, *, access_log: bool = False):
-        """Make the app of a service."""
+    def __init__(self, service: Service, *, access_log: bool = False, ready: str = ""):
+        """Make the app of a service; `ready` is printed when it accepts requests."""
         config = service.config
         self._connections = Connections(config.max_connections, service.metrics.answered)
         protocol: Any = self._connections  # makes protocols, as the class that uvicorn expects
@@ -203,8 +203,14 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         )
-        self._service = service
+        self._service, self._ready = service, ready
         self._stopping: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept requests, and say so."""
+        await super().startup(sockets)
+        if self._ready:
+            print(self._ready, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -279,7 +285,7 @@ def run(
         on_signal: takes the function to call with the first signal, in any thread. None: signals
             get handlers of the event loop, if this is the main thread.
     """
-    server, ready = Server(service, access_log=access_log), ready_line(service, bound)
+    server = Server(service, access_log=access_log, ready=ready_line(service, bound))
     prepare_process()
 
     async def serve_until_stopped() -> None:
@@ -290,9 +296,7 @@ def run(
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as with `command &`
                     loop.add_signal_handler(number, server.stop_or_exit, number)
-        announcement = loop.create_task(_announce(server, ready))
         await server.serve(sockets=[bound])
-        announcement.cancel()
 
     with asyncio.Runner() as runner:
         runner.run(serve_until_stopped())
@@ -323,9 +327,3 @@ def ready_line(service: Service, bound: socket.socket) -> str:
         f" {config.max_num_seqs} sequences at a time, {stats.num_pages} pages of"
         f" {config.page_size} tokens ({stats.pool_bytes / 2**20:,.0f} MiB)"
     )
-
-
-async def _announce(server: uvicorn.Server, ready: str) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    print(ready, flush=True)

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from pallas_paged.engine import CompletionOutput, Logprob
-from pallas_paged.server.call import Prompt
-from pallas_paged.server.chat_completions import parse_chat
-from pallas_paged.server.completions import parse_completion
+from pallas_paged.server.call import Prompt, TextOffsets, chat_logprobs, completion_logprobs
+from pallas_paged.server.completions import parse_chat, parse_completion
 from pallas_paged.server.fields import Fields
-from pallas_paged.server.tokens import TextOffsets, chat_logprobs, completion_logprobs
 from tests.support.servers import RunningServer, make_service, small_engine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

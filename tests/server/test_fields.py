@@ -14,8 +14,7 @@ from pallas_paged.engine import SamplingParams
 from pallas_paged.server import fields as body
 from pallas_paged.server.app import app_of
 from pallas_paged.server.call import field_of
-from pallas_paged.server.chat_completions import parse_chat, take_conversation
-from pallas_paged.server.completions import parse_completion
+from pallas_paged.server.completions import parse_chat, parse_completion, take_conversation
 from pallas_paged.server.fields import APIError, Bodies, Fields, read_fields
 from pallas_paged.server.service import ServerConfig
 from tests.support.servers import make_service

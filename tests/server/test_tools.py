@@ -13,7 +13,7 @@ pytest.importorskip("llguidance", reason="needs the extra [structured]")
 from pallas_paged.engine import CompletionOutput  # noqa: E402
 from pallas_paged.engine.requests.grammar import GrammarCompiler  # noqa: E402
 from pallas_paged.server.answer_parser import AnswerParser, find_formats  # noqa: E402
-from pallas_paged.server.chat_completions import parse_chat  # noqa: E402
+from pallas_paged.server.completions import parse_chat  # noqa: E402
 from pallas_paged.server.fields import Fields  # noqa: E402
 from pallas_paged.server.tools import take_tools  # noqa: E402
 from tests.support.servers import make_service, small_engine  # noqa: E402

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,14 @@ from jax import lax
 
 from bench.decode.report import read_ceiling
 from bench.measuring import cli, timing
-from bench.measuring.measure import MAX_RELATIVE_ERROR, attempt, measure_floor, reason
+from bench.measuring.measure import (
+    attempt,
+    call_times,
+    checked,
+    failed,
+    measure_floor,
+    times_of_kernels,
+)
 from bench.measuring.report import kernel_us, number, ratio, table
 from pallas_paged.experts import fused_experts
 
@@ -77,13 +83,6 @@ SHAPES = (
     *_shapes("gpt-oss-20b", _TOKENS, 32, 4, 2880, 2880),
     *_shapes("Mixtral-8x7B", _TOKENS, 8, 2, 4096, 14336),
 )
-
-
-def select(filters: Sequence[str]) -> list[ExpertShape]:
-    """The shapes whose name has one of the texts; without any, all but the tiny one."""
-    if not filters:
-        return list(SHAPES)
-    return [x for x in (*SHAPES, TINY) if any(text in x.name for text in filters)]
 
 
 Weights = tuple[jax.Array, jax.Array]
@@ -184,24 +183,10 @@ def _measure(run: Experts, shape: ExpertShape, inputs: Any, iterations: int) -> 
     tokens = np.unique([0, shape.num_tokens // 2, shape.num_tokens - 1])
     want = _reference(x, weights, routes[0], tokens)
     got = np.asarray(compiled(*args)[0][tokens]).astype(np.float64)
-    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    result: dict[str, Any] = {"relative_l2": error}
-    if not error <= MAX_RELATIVE_ERROR:
-        return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
-    calls = shape.num_calls
-    walls = timing.wall_times(compiled, args, iterations=-(-iterations // 4))
-    wall = timing.Spread.of([us / calls for us in walls])
-    result |= {"status": "ok", "wall_us": dataclasses.asdict(wall)}
-    try:
-        runs = timing.kernel_times(compiled, args, iterations=iterations)
-    except Exception as cause:
-        return result | {"kernel_us": None, "reason": reason(cause)}
-    sums = timing.Spread.of([sum(us for _, us in run) / calls for run in runs])
-    kernels: dict[str, float] = {}
-    for name, us in (kernel for run in runs for kernel in run):
-        kernels[name] = kernels.get(name, 0.0) + us / len(runs) / calls
-    kernels = {name: round(us, 3) for name, us in kernels.items()}
-    return result | {"kernel_us": dataclasses.asdict(sums), "kernels": kernels}
+    result = checked(float(np.linalg.norm(got - want) / np.linalg.norm(want)))
+    if result["status"] != "ok":
+        return result
+    return result | call_times(compiled, args, iterations, shape.num_calls)
 
 
 def _dense(shape: ExpertShape, iterations: int) -> dict:
@@ -217,10 +202,9 @@ def _dense(shape: ExpertShape, iterations: int) -> dict:
 
     try:
         runs = timing.kernel_times(run, tuple(arrays), iterations=iterations)
-    except Exception as cause:
-        return {"status": "failed", "reason": reason(cause)}
-    sums = timing.Spread.of([sum(us for _, us in run) for run in runs])
-    return {"status": "ok", "kernel_us": dataclasses.asdict(sums)}
+    except Exception as error:
+        return failed(error)
+    return {"status": "ok", **times_of_kernels(runs, num_calls=1)}
 
 
 def measure(shape: ExpertShape, names: Sequence[str], gbps: float | None, iterations: int) -> dict:
@@ -236,10 +220,7 @@ def measure(shape: ExpertShape, names: Sequence[str], gbps: float | None, iterat
     }
     for name in names:
         result = attempt(_measure, FINDERS[name], shape, inputs, iterations)
-        failed = isinstance(result, Exception)
-        found["results"][name] = (
-            {"status": "failed", "reason": reason(result)} if failed else result
-        )
+        found["results"][name] = failed(result) if isinstance(result, Exception) else result
     dense = _dense(shape, iterations)
     read_us = shape.num_bytes(hit) / gbps / 1e3 if gbps else None
     limits = [us for us in (read_us, kernel_us(dense)) if us]
@@ -282,21 +263,20 @@ def progress(shape: dict, seconds: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.experts", __doc__)
+    parser = cli.make_call_parser("bench.experts", __doc__)
     parser.add_argument("--peers", nargs="*", default=["xla"], choices=[*NAMES][1:])
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
+    shapes = cli.select(parser, args.shapes, SHAPES, TINY)
     names = [args.implementation or "ours", *args.peers]
     if args.implementation not in (None, "xla"):
         FINDERS["ours"], names[0] = _ours(args.implementation), "ours"
-    floor = measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=args.iterations)
-    meta = timing.describe_run("bench.experts", argv)
+    floor = measure_floor(args.iterations)
+    meta = timing.describe_run(parser.prog, argv)
     run: dict[str, Any] = {"meta": meta, "floors": [floor], "shapes": []}
     one = functools.partial(
         measure, names=[*dict.fromkeys(names)], gbps=read_ceiling(run), iterations=args.iterations
     )
-    cli.measure_each(run["shapes"], select(args.shapes), one, progress, run, args)
+    cli.measure_each(run["shapes"], shapes, one, progress, run, args)
     print(markdown(run))
     return run
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,7 +24,7 @@ from bench.measuring import cli, kv_dtypes, shapes, timing
 from bench.measuring.measure import Variant, measure_all, reason
 from bench.measuring.options import PLAIN
 from bench.measuring.report import table
-from bench.measuring.shapes import Case, Shape, make_case, select_shapes
+from bench.measuring.shapes import Case, Shape, make_case
 from bench.prefill import shapes as prefill_shapes
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
 from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
@@ -303,31 +302,26 @@ def markdown(run: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Search, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.tune", __doc__)
+    parser = cli.make_call_parser("bench.tune", __doc__)
     parser.add_argument("--kernel", choices=KERNELS, required=True)
     parser.add_argument("--kv-dtype", choices=kv_dtypes.NAMES, default="bf16", help="of K and V")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
-    parser.add_argument(
-        "--output", type=Path, help="write faster configs into this file for PALLAS_PAGED_TUNING"
-    )
+    text = "write faster configs into this file for PALLAS_PAGED_TUNING"
+    parser.add_argument("--output", type=cli.output, help=text)
     parser.set_defaults(iterations=12)
     args = parser.parse_args(argv)
     kernel = KERNELS[args.kernel]
-    select = functools.partial(select_shapes, shapes=kernel.shapes, tiny=kernel.tiny)
-    cli.check_arguments(parser, args, select, (*kernel.shapes, kernel.tiny))
+    selected = cli.select(parser, args.shapes, kernel.shapes, kernel.tiny)
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds} must be more than 0")
     entries: list[dict[str, Any]] = []
     if args.output:
-        if not args.output.parent.is_dir():
-            parser.error(f"--output {args.output}: there is no folder {args.output.parent}")
         try:
             entries = read_entries(args.output)
         except (OSError, ValueError) as error:
             parser.error(f"--output {args.output} is no tuning file: {error}")
-    chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in select(args.shapes)]
-    run: dict[str, Any] = {"meta": timing.describe_run("bench.tune", argv), "shapes": []}
+    chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in selected]
+    run: dict[str, Any] = {"meta": timing.describe_run(parser.prog, argv), "shapes": []}
     deadline = time.perf_counter() + args.seconds
 
     def measure(shape: Shape) -> dict:

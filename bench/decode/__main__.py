@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +23,15 @@ from bench.measuring.shapes import (
     TINY_PAIR,
     Shape,
     make_case,
-    select_shapes,
 )
 
 
 def select_pairs(filters: Sequence[str]) -> list[tuple[Shape, Shape]]:
     """(shape with options, plain shape) of those whose name has one of the filters."""
-    first = [shape for shape, _ in OPTION_PAIRS]
-    chosen = {shape.name for shape in select_shapes(filters, first, TINY_PAIR[0])}
-    return [pair for pair in (*OPTION_PAIRS, TINY_PAIR) if pair[0].name in chosen]
+    if not filters:
+        return list(OPTION_PAIRS)
+    pairs = (*OPTION_PAIRS, TINY_PAIR)
+    return [pair for pair in pairs if any(text in pair[0].name for text in filters)]
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, *, with_peers: bool) -> dict:
@@ -51,8 +50,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace, *, with_peers: bool) -
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.decode", __doc__)
+    parser = cli.make_call_parser("bench.decode", __doc__)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--options",
@@ -62,16 +60,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     kv_dtypes.add_argument(parser)
     args = parser.parse_args(argv)
-    cli.check_arguments(
-        parser,
-        args,
-        lambda filters: select_shapes(filters) + select_pairs(filters),
-        (*SHAPES, TINY, *(shape for shape, _ in OPTION_PAIRS), TINY_PAIR[0]),
-    )
-    # A large read, so that the ceiling does not depend on the selected shapes.
-    floors = [measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=args.iterations)]
+    with_options = [shape for shape, _ in (*OPTION_PAIRS, TINY_PAIR)]
+    found = cli.select(parser, args.shapes, SHAPES, TINY, *with_options)
+    shapes = [shape for shape in found if shape not in with_options]
+    floors = [measure_floor(args.iterations)]
     run: dict[str, Any] = {
-        "meta": timing.describe_run("bench.decode", argv),
+        "meta": timing.describe_run(parser.prog, argv),
         "floors": floors,
         "shapes": [],
         "options": [],
@@ -80,18 +74,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     def with_floor(shape: Shape) -> dict:
         if all(floor["num_bytes"] != shape.num_bytes for floor in floors[1:]):
-            floors.append(
-                measure_floor(
-                    shape.num_bytes,
-                    num_sets=shape.num_sets,
-                    num_calls=shape.num_calls,
-                    iterations=args.iterations,
-                )
-            )
+            floors.append(measure_floor(args.iterations, shape))
         return measure_shape(shape, args, with_peers=args.peers)
-
-    def progress(result: dict, seconds: float) -> str:
-        return calls.progress(result, decode_report.NAMES, seconds)
 
     plain: dict[str, dict] = {}
 
@@ -107,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         shape, base = pair
         return with_floor(shape) | {"base": base}
 
-    shapes = select_shapes(args.shapes)
+    progress = functools.partial(calls.progress, decode_report.NAMES)
     if "bf16" in args.kv_dtypes:
         cli.measure_each(run["shapes"], shapes, with_floor, progress, run, args)
     pairs = kv_dtypes.one_byte(shapes, args.kv_dtypes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import pallas_paged as pp
 from bench.decode.peers import ours
 from bench.measuring import calls, cli, timing
 from bench.measuring.measure import Variant, compare, measure_floor
-from bench.measuring.shapes import Shape, make_case, select_shapes
+from bench.measuring.shapes import Shape, make_case
 
 NAMES = {"cascade": "cascade_attention", "paged": "paged_attention", "floor": "read only"}
 
@@ -55,12 +54,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
     }
     results = compare(case, finders, args.iterations)
     del case  # free the pages before the floor takes its memory
-    floor = measure_floor(
-        shape.num_bytes,
-        num_sets=shape.num_sets,
-        num_calls=shape.num_calls,
-        iterations=args.iterations,
-    )
+    floor = measure_floor(args.iterations, shape)
     return cli.describe(shape) | {"floor": floor, "results": results}
 
 
@@ -74,18 +68,13 @@ def markdown(run: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
-    parser = cli.make_parser("bench.decode.cascade", __doc__)
+    parser = cli.make_call_parser("bench.decode.cascade", __doc__)
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
-    run: dict[str, Any] = {"meta": timing.describe_run("bench.decode.cascade", argv), "shapes": []}
+    shapes = cli.select(parser, args.shapes, SHAPES, TINY)
+    run: dict[str, Any] = {"meta": timing.describe_run(parser.prog, argv), "shapes": []}
     measure = functools.partial(measure_shape, args=args)
-
-    def progress(shape: dict, seconds: float) -> str:
-        return calls.progress(shape, NAMES, seconds)
-
-    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    progress = functools.partial(calls.progress, NAMES)
+    cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
     print(markdown(run))
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 
 import pallas_paged as pp
 from bench.measuring.reference import reference_states
-from bench.measuring.shapes import Case, Shape, normal, page_tables, select_shapes
+from bench.measuring.shapes import Case, Shape, normal, page_tables
 from pallas_paged.pages.layout import KVLayout
 
 
@@ -70,11 +70,6 @@ TINY = LatentShape(
     v_head_dim=16,
     page_size=8,
 )
-
-
-def select(filters: Sequence[str]) -> list[Shape]:
-    """Shapes whose name contains one of the filters; without filters all but the tiny one."""
-    return select_shapes(filters, SHAPES, TINY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ import pallas_paged as pp
 from bench.decode import peers
 from bench.measuring import calls, cli, timing
 from bench.measuring.measure import Variant, compare
-from bench.measuring.shapes import Shape, make_case, select_shapes, uniform
+from bench.measuring.shapes import Shape, make_case, uniform
 from bench.prefill.shapes import TINY
 from pallas_paged.pages.layout import KVLayout
 
@@ -69,7 +68,7 @@ def _by_name(shape: dict) -> dict:
 def progress(shape: dict, seconds: float) -> str:
     """Lines about the shape just measured."""
     named = _by_name(shape)
-    return calls.progress(named, {name: name for name in named["results"]}, seconds)
+    return calls.progress({name: name for name in named["results"]}, named, seconds)
 
 
 def markdown(run: dict) -> str:
@@ -87,16 +86,14 @@ def markdown(run: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
-    parser = cli.make_parser("bench.decode.layouts", __doc__)
+    parser = cli.make_call_parser("bench.decode.layouts", __doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
-    meta = timing.describe_run("bench.decode.layouts", argv)
+    shapes = cli.select(parser, args.shapes, SHAPES, TINY)
+    meta = timing.describe_run(parser.prog, argv)
     run: dict[str, Any] = {"meta": meta, "layouts": args.layouts, "shapes": []}
     measure = functools.partial(measure_shape, args=args)
-    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
     print(markdown(run))
     return run
 

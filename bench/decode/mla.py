@@ -6,12 +6,11 @@ Run `python -m bench.decode.mla --help`; bench/README.md explains each number.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pallas_paged as pp
-from bench.decode.latents import SHAPES, TINY, LatentShape, make_latents, select
+from bench.decode.latents import SHAPES, TINY, LatentShape, make_latents
 from bench.decode.report import read_ceiling
 from bench.measuring import calls, cli, kv_dtypes, timing
 from bench.measuring.measure import Variant, compare, measure_floor
@@ -72,15 +71,9 @@ def markdown(run: dict) -> str:
     return calls.markdown({"": run["shapes"]}, NAMES, run["meta"], limit)
 
 
-def progress(shape: dict, seconds: float) -> str:
-    """Lines about the shape just measured."""
-    return calls.progress(shape, NAMES, seconds)
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.decode.mla", __doc__)
+    parser = cli.make_call_parser("bench.decode.mla", __doc__)
     parser.add_argument(
         "--kv-dtypes",
         nargs="+",
@@ -89,20 +82,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         help="dtypes of the latents; default: bf16",
     )
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
-    meta = timing.describe_run("bench.decode.mla", argv)
-    floor = measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=args.iterations)
+    selected = cli.select(parser, args.shapes, SHAPES, TINY)
+    meta = timing.describe_run(parser.prog, argv)
+    floor = measure_floor(args.iterations)
     run: dict[str, Any] = {"meta": meta, "floors": [floor], "shapes": []}
 
     def measure_shape(shape: LatentShape) -> dict:
         results = measure_ours(shape, implementations(args.implementation), args.iterations)
         return with_limit(cli.describe(shape) | {"results": results}, read_ceiling(run))
 
-    shapes = [
-        kv_dtypes.with_dtype(shape, name)
-        for shape in select(args.shapes)
-        for name in args.kv_dtypes
-    ]
+    shapes = [kv_dtypes.with_dtype(shape, name) for shape in selected for name in args.kv_dtypes]
+    progress = functools.partial(calls.progress, NAMES)
     cli.measure_each(run["shapes"], shapes, measure_shape, progress, run, args)
     print(markdown(run))
     return run

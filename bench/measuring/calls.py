@@ -125,7 +125,7 @@ def markdown(
     return "\n\n".join(blocks) + "\n"
 
 
-def progress(shape: dict, names: Mapping[str, str], seconds: float) -> str:
+def progress(names: Mapping[str, str], shape: dict, seconds: float) -> str:
     """A line about the shape just measured, and one for each result without numbers."""
     results = shape["results"]
     words = [

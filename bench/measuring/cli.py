@@ -1,4 +1,4 @@
-"""The command line that the benches of calls share."""
+"""The command line that the benches share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ _LINE = 200  # most characters of a line of JSON that could be several lines
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of the arguments that the benches of calls take."""
+    """A parser of the arguments of `python -m module`, with `--json`."""
     parser = argparse.ArgumentParser(prog=module, description=description)
+    parser.add_argument("--json", type=output, help="write all numbers here, after each part")
+    return parser
+
+
+def make_call_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of the arguments that the benches of calls take."""
+    parser = make_parser(module, description)
     parser.add_argument(
         "--implementation",
         help="run only this one of ours; default: None's choice and, where compared, each",
@@ -26,46 +33,41 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     parser.add_argument(
         "--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose name has TEXT"
     )
-    parser.add_argument("--iterations", type=int, default=20, help="timed runs of each")
-    parser.add_argument("--json", type=Path, help="write all numbers here, after each shape")
+    parser.add_argument("--iterations", type=at_least(1), default=20, help="timed runs of each")
     return parser
 
 
-def check_arguments(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    select: Callable[[Sequence[str]], list[Any]],
-    shapes: Sequence[Any],
-) -> None:
-    """End the program if an argument that `make_parser` added is wrong.
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of arguments that are integers from `least` on."""
 
-    Args:
-        parser: from `make_parser`.
-        args: arguments that it parsed.
-        select: returns the shapes that the filters of `--shapes` select.
-        shapes: all shapes, listed in the message if the filters select none.
+    def integer(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
+        return value
+
+    return integer
+
+
+def output(text: str) -> Path:
+    """The type of arguments that name a file to write, checked before anything is measured."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}")
+    return path
+
+
+def select(
+    parser: argparse.ArgumentParser, filters: Sequence[str], shapes: Sequence[Any], *tiny: Any
+) -> list[Any]:
+    """Shapes whose name has one of the filters; without filters all but the tiny ones.
+
+    No such shape ends the program.
     """
-    require_at_least(parser, args, iterations=1)
-    if not select(args.shapes):
-        names = ", ".join(repr(s.name) for s in shapes)
-        parser.error(f"--shapes {' '.join(args.shapes)} matches none of {names}")
-    check_outputs(parser, args)
-
-
-def require_at_least(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int
-) -> None:
-    """End the program if an argument is smaller than the number given under its name."""
-    for name, low in least.items():
-        if getattr(args, name) < low:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} {getattr(args, name)} must be at least {low}")
-
-
-def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program before it measures if it can't write its outputs."""
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"{args.json}: there is no folder {args.json.parent}")
+    found = [x for x in (*shapes, *tiny) if any(text in x.name for text in filters)]
+    if filters and not found:
+        names = ", ".join(repr(x.name) for x in (*shapes, *tiny))
+        parser.error(f"--shapes {' '.join(filters)} matches none of {names}")
+    return found or list(shapes)
 
 
 def measure_each(
@@ -92,13 +94,13 @@ def measure_each(
         gc.collect()  # free this shape's pages before the next shape's are made
         line = progress(results[-1], time.perf_counter() - start)
         print(line, file=sys.stderr, flush=True)
-        if args.json:
-            write_json(args.json, run)
+        write_json(args.json, run)
 
 
-def write_json(path: Path, run: dict[str, Any]) -> None:
-    """Write all numbers of a run."""
-    path.write_text(as_json(run))
+def write_json(path: Path | None, run: dict[str, Any]) -> None:
+    """Write all numbers of a run, if there is a path."""
+    if path is not None:
+        path.write_text(as_json(run))
 
 
 def as_json(run: dict[str, Any] | list[Any]) -> str:

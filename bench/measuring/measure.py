@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.measuring import timing
-from bench.measuring.shapes import Case
+from bench.measuring import profiler, timing
+from bench.measuring.shapes import Case, Shape
 from pallas_paged.pages.layout import KVLayout
 
 MAX_RELATIVE_ERROR = 1e-2
+_LARGE_READ = 1 << 30, 2, 4  # bytes, sets and calls
 _BRIEF = ("variant", "status", "reason", "kernel_us", "wall_us")
 
 # attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens, **Case.scales)
@@ -56,6 +57,19 @@ def reason(error: Exception) -> str:
     """Type and first line of an error."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """The result of an implementation that raised an error."""
+    return {"status": "failed", "reason": reason(error)}
+
+
+def checked(error: float) -> dict[str, Any]:
+    """The beginning of a result with this relative error: whether it is right, to be timed."""
+    found = {"relative_l2": error, "status": "ok"}
+    if error <= MAX_RELATIVE_ERROR:
+        return found
+    return found | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
 
 
 def _distance(got: Any, want: Any) -> float:
@@ -126,27 +140,33 @@ def arguments(case: Case, variant: Variant) -> tuple:
 
 def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations: int) -> dict:
     """Result of one variant: its error and, if that is small enough, its times per call."""
-    num_calls = case.shape.num_calls
-    error = relative_error(case, compiled(*args), sees_all=variant.sees_all)
-    result: dict[str, Any] = {"relative_l2": error}
+    result = checked(relative_error(case, compiled(*args), sees_all=variant.sees_all))
     if variant.sees_all:
         pairs = np.dot(case.shape.q_lens, case.shape.seq_lens)
         result["num_flops"] = 4 * case.shape.num_q_heads * case.shape.head_dim * int(pairs)
-    if not error <= MAX_RELATIVE_ERROR:
-        return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
-    batches = timing.wall_times(compiled, args, iterations=-(-iterations // 4))
-    wall = timing.Spread.of([us / num_calls for us in batches])
-    result |= {"status": "ok", "wall_us": dataclasses.asdict(wall)}
+    if result["status"] != "ok":
+        return result
+    return result | call_times(compiled, args, iterations, case.shape.num_calls)
+
+
+def call_times(compiled: Any, args: tuple, iterations: int, num_calls: int) -> dict[str, Any]:
+    """Times per call of a compiled function of `num_calls` calls: by the wall, and of kernels."""
+    walls = timing.wall_times(compiled, args, iterations=-(-iterations // 4))
+    found: dict[str, Any] = {"wall_us": timing.spread([us / num_calls for us in walls])}
     try:
         runs = timing.kernel_times(compiled, args, iterations=iterations)
-    except Exception as cause:
-        return result | {"kernel_us": None, "reason": reason(cause)}
-    sums = [sum(us for _, us in run) / num_calls for run in runs]
+    except Exception as cause:  # perhaps no CUPTI; the wall time is still valid
+        return found | {"kernel_us": None, "reason": reason(cause)}
+    return found | times_of_kernels(runs, num_calls)
+
+
+def times_of_kernels(runs: Sequence[Sequence[profiler.Timed]], num_calls: int) -> dict[str, Any]:
+    """Times per call of the kernels of runs of `num_calls` calls: in sum, and by name."""
     kernels: dict[str, float] = {}
     for name, us in (kernel for run in runs for kernel in run):
         kernels[name] = kernels.get(name, 0.0) + us / len(runs) / num_calls
-    return result | {
-        "kernel_us": dataclasses.asdict(timing.Spread.of(sums)),
+    return {
+        "kernel_us": timing.spread([sum(us for _, us in run) / num_calls for run in runs]),
         "kernels": {name: round(us, 3) for name, us in kernels.items()},
         "kernels_per_run": len(runs[0]),
     }
@@ -160,9 +180,10 @@ def best(results: Sequence[dict]) -> dict:
     return min(results, key=lambda r: r["status"] != "wrong")
 
 
-def brief(result: dict) -> dict:
-    """What is kept of a variant that is not the best: its times, or why there are none."""
-    return {name: result[name] for name in _BRIEF if name in result}
+def best_variant(results: Sequence[dict]) -> dict:
+    """The best result of variants, with the times of each or why there are none."""
+    variants = [{name: x for name, x in one.items() if name in _BRIEF} for one in results]
+    return best(results) | {"variants": variants}
 
 
 def measure_all(case: Case, find: Callable[[], list[Variant]], iterations: int) -> dict:
@@ -219,25 +240,28 @@ def compare(
     results = {}
     for name, variants in found.items():
         if isinstance(variants, Exception):
-            results[name] = {"status": "failed", "reason": reason(variants)}
+            results[name] = failed(variants)
             continue
         each = []
         for variant, key in keys[name]:
             result = key if isinstance(key, Exception) else measured[key]
-            if isinstance(result, Exception):
-                result = {"status": "failed", "reason": reason(result)}
+            result = failed(result) if isinstance(result, Exception) else result
             each.append({"variant": variant.label} | result)
-        results[name] = best(each) | {"variants": [brief(one) for one in each]}
+        results[name] = best_variant(each)
     return results
 
 
-def measure_floor(num_bytes: int, *, num_sets: int, num_calls: int, iterations: int) -> dict:
-    """Time of a kernel that only reads num_bytes, or the reason why there is none."""
+def measure_floor(iterations: int, shape: Shape | None = None) -> dict:
+    """Time of a kernel that only reads the bytes of a shape, or the reason why there is none.
+
+    Without a shape it reads 1 GiB, for a rate that does not depend on the shapes that are measured.
+    """
+    num_bytes, num_sets, num_calls = _LARGE_READ
+    if shape is not None:
+        num_bytes, num_sets, num_calls = shape.num_bytes, shape.num_sets, shape.num_calls
+    sizes = {"num_sets": num_sets, "num_calls": num_calls}
     try:
-        floor = timing.floor_times(
-            num_bytes, num_sets=num_sets, num_calls=num_calls, iterations=iterations
-        )
+        kernel_us = timing.floor_times(num_bytes, **sizes, iterations=iterations)
     except Exception as error:
-        return {"status": "failed", "num_bytes": num_bytes, "reason": reason(error)}
-    kernel_us = dataclasses.asdict(floor)
+        return failed(error) | {"num_bytes": num_bytes}
     return {"status": "ok", "num_bytes": num_bytes, "kernel_us": kernel_us}

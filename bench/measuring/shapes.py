@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -177,15 +177,6 @@ OPTION_PAIRS = (
     (uniform(16, 32768, options=_WINDOW), uniform(16, 1024)),
 )
 TINY_PAIR = (dataclasses.replace(TINY, name="tiny options", options=_TINY_OPTIONS), TINY)
-
-
-def select_shapes(
-    filters: Sequence[str], shapes: Sequence[Shape] = SHAPES, tiny: Shape = TINY
-) -> list[Shape]:
-    """Shapes whose name contains one of the filters; without filters all but the tiny one."""
-    if not filters:
-        return list(shapes)
-    return [s for s in (*shapes, tiny) if any(f in s.name for f in filters)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

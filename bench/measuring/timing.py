@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import shlex
@@ -34,19 +33,10 @@ _READ_CONFIGS = (
 _READ_GRAIN = 4 * max(block for block, _, _ in _READ_CONFIGS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median and 10th to 90th percentile of repeated times, in microseconds."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, times: Sequence[float]) -> Spread:
-        """The spread of these times."""
-        p10, median, p90 = np.percentile(times, [10, 50, 90])
-        return cls(median=float(median), p10=float(p10), p90=float(p90))
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Median and 10th to 90th percentile of repeated times."""
+    p10, median, p90 = (float(x) for x in np.percentile(times, [10, 50, 90]))
+    return {"median": median, "p10": p10, "p90": p90}
 
 
 def _require_gpu() -> None:
@@ -163,8 +153,10 @@ def read(
     )(x, start, prev)
 
 
-def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: int) -> Spread:
-    """Microseconds that a read-only kernel takes for `num_bytes`, cold, at its best config.
+def floor_times(
+    num_bytes: int, *, num_sets: int, num_calls: int, iterations: int
+) -> dict[str, float]:
+    """The `spread` of microseconds that a kernel takes to read `num_bytes`, cold, at its best.
 
     Args:
         num_bytes: bytes of one call, rounded up to 32 KiB.
@@ -214,10 +206,10 @@ def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: in
             continue
         wall_times(compiled, args, iterations=2)  # raises the GPU's clocks
         runs = kernel_times(compiled, args, iterations=iterations)
-        spreads.append(Spread.of([sum(us for _, us in run) / num_calls for run in runs]))
+        spreads.append(spread([sum(us for _, us in run) / num_calls for run in runs]))
     if not spreads:
         raise RuntimeError(f"no read kernel could be compiled: {errors[0]}")
-    return min(spreads, key=lambda spread: spread.median)
+    return min(spreads, key=lambda found: found["median"])
 
 
 def _driver() -> str | None:
@@ -229,8 +221,8 @@ def _driver() -> str | None:
     return done.stdout.splitlines()[0].strip() if done.stdout else None
 
 
-def describe_run(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Device, versions, date and command of a run of `python -m module`."""
+def describe_run(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Device, versions, date and command of a run of `python -m module`; None: of this one."""
     return {
         "device": jax.devices()[0].device_kind,
         "driver": _driver(),
@@ -241,9 +233,9 @@ def describe_run(module: str, argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def command(module: str, argv: Sequence[str]) -> str:
+def command(module: str, argv: Sequence[str] | None) -> str:
     """The command line of a run of `python -m module`."""
-    return shlex.join(["python", "-m", module, *argv])
+    return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
 def provenance(meta: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -157,35 +156,31 @@ def _call_table(results: Sequence[dict[str, Any]], part: str) -> str:
     return f"{title} over the GPUs, wall time of calls in a row:\n\n{table(rows)}"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.parallel", description=__doc__)
-    add = parser.add_argument
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = cli.make_parser("bench.parallel", __doc__)
+    add, positive, eight = parser.add_argument, cli.at_least(1), cli.at_least(8)
     add("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="default: all")
     add("--devices", nargs="+", type=int, help="numbers of GPUs; default: 1, and all there are")
     add("--tiny", action="store_true", help="sizes for a dry run without GPUs")
     add("--shapes", nargs="+", choices=SHAPES, default=["8b", "qwen3-32b"], help="for steps")
-    add("--rows", nargs="+", type=int, default=[1, 64], help="sequences that decode together")
-    add("--length", type=int, default=2048, help="tokens of each prompt of the steps")
-    add("--steps", type=int, default=64, help="timed steps")
+    add("--rows", nargs="+", type=positive, default=[1, 64], help="sequences that decode together")
+    add("--length", type=eight, default=2048, help="tokens of each prompt of the steps")
+    add("--steps", type=positive, default=64, help="timed steps")
     add("--serving-shape", choices=SHAPES, default="8b")
-    add("--requests", type=int, default=256, help="of the serving trace")
-    add("--max-len", type=int, default=1024, help="most tokens of a prompt, and of an output")
+    add("--requests", type=positive, default=256, help="of the serving trace")
+    add("--max-len", type=eight, default=1024, help="most tokens of a prompt, and of an output")
     add("--max-num-batched-tokens", type=int, default=4096)
     add("--kv-gib", type=float, default=24.0, help="memory for K/V of the serving trace")
-    add("--iterations", type=int, default=10, help="timed runs of each call")
-    add("--json", type=Path, help="write all numbers here, after each measurement")
+    add("--iterations", type=positive, default=10, help="timed runs of each call")
     args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, length=8, steps=1, requests=1, max_len=8, iterations=1)
     args.devices = sorted(set(args.devices or (1, len(jax.devices()))))
     if not 1 <= args.devices[0] <= args.devices[-1] <= len(jax.devices()):
         parser.error(f"--devices {args.devices} must be from 1 to {len(jax.devices())}")
-    cli.check_outputs(parser, args)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
     run: dict[str, Any] = {
         "meta": timing.describe_run("bench.parallel", argv),
@@ -199,8 +194,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for result in results:
             run[part].append(result)
             print(f"{part}: {_progress(result)}", file=sys.stderr, flush=True)
-            if args.json:
-                cli.write_json(args.json, run)
+            cli.write_json(args.json, run)
         gc.collect()
 
     how = args.devices, args.iterations

@@ -130,7 +130,7 @@ def measure_sums(
                 )
                 run = jax.jit(sums, compiler_options=options)
                 times = timing.wall_times(run, (x,), iterations=iterations)
-                us.append(timing.Spread.of(times).median / _NUM_SUMS)
+                us.append(timing.spread(times)["median"] / _NUM_SUMS)
             name = f"[{sizes[0]}, {sizes[1]}]"
             yield {"name": name, "way": way, "devices": count, "us": us[0] - us[1]}
 
@@ -184,10 +184,9 @@ def _measure(
     if not error <= 1e-2:
         raise RuntimeError(f"{case.shape.name}: {error=:.3g}")
     times = timing.wall_times(run, chained, iterations=iterations)
-    spread = timing.Spread.of([us / _NUM_CALLS for us in times])
     return {
         "name": case.shape.name,
         "num_bytes": case.shape.num_bytes,
-        "us": dataclasses.asdict(spread),
+        "us": timing.spread([us / _NUM_CALLS for us in times]),
         "relative_l2": error,
     }

@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -204,36 +203,24 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n\n".join([table(rows), rates, compiled, timing.provenance(run["meta"])]) + "\n"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.parallel.programs", description=__doc__)
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b", "qwen3-32b"])
-    add("--rows", nargs="+", type=int, default=[1, 64], help="sequences that decode together")
-    add("--length", type=int, default=2048, help="tokens of each")
-    add("--collective-us", type=float, default=20.0, help="time of a collective without data")
-    add("--json", type=Path, help="write all numbers here, after each model")
-    args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, length=1)
-    if min(args.rows) < 1:
-        parser.error(f"--rows {min(args.rows)} must be at least 1")
-    cli.check_outputs(parser, args)
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Count, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
+    parser = cli.make_parser("bench.parallel.programs", __doc__)
+    add, positive = parser.add_argument, cli.at_least(1)
+    add("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b", "qwen3-32b"])
+    add("--rows", nargs="+", type=positive, default=[1, 64], help="sequences that decode together")
+    add("--length", type=positive, default=2048, help="tokens of each")
+    add("--collective-us", type=float, default=20.0, help="time of a collective without data")
+    args = parser.parse_args(argv)
     run: dict[str, Any] = {
-        "meta": timing.describe_run("bench.parallel.programs", argv),
+        "meta": timing.describe_run(parser.prog, argv),
         "collective_us": args.collective_us,
         "num_devices": len(jax.devices()),
         "results": [],
     }
     for name in args.shapes:
         run["results"] += measure(name, args)
-        if args.json:
-            cli.write_json(args.json, run)
+        cli.write_json(args.json, run)
     print(markdown(run))
     return run
 

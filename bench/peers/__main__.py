@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib
@@ -30,8 +29,8 @@ import numpy as np
 
 from bench.decode.layouts import measure_layouts
 from bench.measuring import calls, cli, profiler, timing
-from bench.measuring.measure import MAX_RELATIVE_ERROR, best, brief, reason
-from bench.measuring.shapes import SHAPES, TINY, Shape, select_shapes, uniform
+from bench.measuring.measure import best, best_variant, checked, failed, reason, times_of_kernels
+from bench.measuring.shapes import SHAPES, TINY, Shape, uniform
 from pallas_paged.pages.layout import KVLayout
 
 LAYOUTS: tuple[KVLayout, ...] = ("HPND", "NHD", "HND", "2NHD")  # the default, and those of peers
@@ -54,12 +53,6 @@ WORKSPACE_BYTES = 512 << 20  # for FlashInfer's partial states; more than any sh
 
 Call = Callable[[Any, int], Any]  # (q [T, Hq, D], index of the set of pages) -> out [T, Hq, D]
 Variants = Iterator[tuple[str, Callable[[], Call]]]  # label, and the work before the clock starts
-
-
-def select(filters: Sequence[str]) -> list[Shape]:
-    """Decode and prefill shapes whose name contains one of the filters; all without filters."""
-    chosen = [shape for shape in PREFILLS if any(text in shape.name for text in filters or [""])]
-    return select_shapes(filters) + chosen
 
 
 def is_decode(shape: Shape) -> bool:
@@ -90,9 +83,7 @@ def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str,
     """
     found = measure_layouts(shape, LAYOUTS, [implementation], iterations)
     gc.collect()
-    results = [
-        result for by_implementation in found.values() for result in by_implementation.values()
-    ]
+    results = [result for by_name in found.values() for result in by_name.values()]
     return {"ours": results[0], "best_layout": best(results)}
 
 
@@ -230,9 +221,10 @@ def _kernels(run: Callable[[], Any], num_runs: int) -> list[profiler.Kernel]:
         for _ in range(num_runs):
             run()
         torch.cuda.synchronize()
-    # Copies and fills are not kernels and are left out, as for JAX.
+    # Copies and fills are not kernels and are left out, as for JAX. FlashInfer's names have
+    # thousands of characters.
     return [
-        (event.name, event.time_range.start, event.time_range.end)
+        (event.name[:160], event.time_range.start, event.time_range.end)
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Memset"))
@@ -243,11 +235,8 @@ def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
     """Result of one variant: its error and, if that is small enough, its times per call."""
     import torch
 
-    num_runs, num_calls = iterations + 2, case.shape.num_calls
+    num_runs, num_calls = iterations + 2, case.shape.num_calls  # two more, which warm up
     sets = [i % case.shape.num_sets for i in range(num_calls)]
-
-    def spread(runs: Sequence[float]) -> dict[str, float]:  # without the first two, which warm up
-        return dataclasses.asdict(timing.Spread.of([us / num_calls for us in runs[2:]]))
 
     def chain() -> list[Any]:  # each call's output is the next one's query
         return list(itertools.accumulate(sets, call, initial=case.q))
@@ -258,28 +247,23 @@ def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
     with torch.cuda.graph(graph):
         states = chain()
     graph.replay()
-    error = case.error(states)
-    result: dict[str, Any] = {"status": "ok", "relative_l2": error}
-    if not error <= MAX_RELATIVE_ERROR:
-        return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
+    result = checked(case.error(states))
+    if result["status"] != "ok":
+        return result
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_runs + 1)]
     events[0].record()
     for event in events[1:]:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    result["wall_us"] = spread([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+    walls = [1e3 * a.elapsed_time(b) / num_calls for a, b in itertools.pairwise(events)]
+    result["wall_us"] = timing.spread(walls[2:])
     try:
         kernels = _kernels(graph.replay, num_runs)
         runs = profiler.split_runs(profiler.own_times(kernels), num_runs)
-        result["kernel_us"] = spread([sum(us for _, us in run) for run in runs])
     except Exception as cause:  # perhaps no CUPTI; the replay's time is still valid
         return result | {"kernel_us": None, "reason": reason(cause)}
-    names: dict[str, float] = {}
-    for name, us in (kernel for run in runs for kernel in run):
-        short = name[:160]  # FlashInfer's names have thousands of characters
-        names[short] = names.get(short, 0.0) + us / num_runs / num_calls
-    return result | {"kernels": names, "kernels_per_run": len(runs[0])}
+    return result | times_of_kernels(runs[2:], num_calls)
 
 
 def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int) -> dict:
@@ -290,12 +274,12 @@ def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int
             try:
                 result = measure(case, make(), iterations)
             except Exception as error:
-                result = {"status": "failed", "reason": reason(error)}
+                result = failed(error)
             results.append({"variant": label} | result)
             gc.collect()
     except Exception as error:
-        return {"status": "failed", "reason": reason(error)}
-    return best(results) | {"variants": [brief(one) for one in results]}
+        return failed(error)
+    return best_variant(results)
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
@@ -319,7 +303,7 @@ def elsewhere(
     try:
         return pool.submit(measure_ours, *args).result()
     except Exception as error:
-        return {"ours": {"status": "failed", "reason": reason(error)}}
+        return {"ours": failed(error)}
 
 
 def markdown(run: dict) -> str:
@@ -337,7 +321,7 @@ def markdown(run: dict) -> str:
 
 @contextlib.contextmanager
 def beside_torch(
-    module: str, argv: Sequence[str]
+    module: str, argv: Sequence[str] | None
 ) -> Iterator[tuple[ProcessPoolExecutor, dict[str, Any]]]:
     """A process for the library, and the provenance of a run of `python -m module`.
 
@@ -354,26 +338,22 @@ def beside_torch(
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # our process shares the GPU
     installed = {found.name: found.version for found in importlib.metadata.distributions()}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        argv = sys.argv[1:] if argv is None else argv  # of this process
         meta = pool.submit(timing.describe_run, module, argv).result()
         yield pool, meta | {name: installed.get(name) for name in PACKAGES}
 
 
-def _progress(shape: dict, seconds: float) -> str:
-    return calls.progress(shape, NAMES, seconds)
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and returns the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.peers", __doc__)
+    parser = cli.make_call_parser("bench.peers", __doc__)
     parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY, *PREFILLS))
+    shapes = cli.select(parser, args.shapes, (*SHAPES, *PREFILLS), TINY)
     with beside_torch("bench.peers", argv) as (pool, meta):
         run: dict[str, Any] = {"meta": meta, "shapes": []}
         measure_one = functools.partial(measure_shape, args=args, pool=pool)
-        shapes = select(args.shapes)
-        cli.measure_each(run["shapes"], shapes, measure_one, _progress, run, args)
+        progress = functools.partial(calls.progress, NAMES)
+        cli.measure_each(run["shapes"], shapes, measure_one, progress, run, args)
     print(markdown(run))
     return run
 

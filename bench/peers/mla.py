@@ -9,16 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.decode import mla
-from bench.decode.latents import SHAPES, TINY, LatentShape, select
+from bench.decode.latents import SHAPES, TINY, LatentShape
 from bench.decode.report import read_ceiling
-from bench.measuring import cli
+from bench.measuring import calls, cli
 from bench.measuring.measure import measure_floor
 from bench.peers.__main__ import (
     PACKAGES,
@@ -89,13 +88,11 @@ def markdown(run: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.peers.mla", __doc__)
+    parser = cli.make_call_parser("bench.peers.mla", __doc__)
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
+    shapes = cli.select(parser, args.shapes, SHAPES, TINY)
     with beside_torch("bench.peers.mla", argv) as (pool, meta):
-        floor = functools.partial(measure_floor, num_sets=2, num_calls=4)
-        floors = [pool.submit(floor, 1 << 30, iterations=args.iterations).result()]
+        floors = [pool.submit(measure_floor, args.iterations).result()]
         run: dict[str, Any] = {"meta": meta, "floors": floors, "shapes": []}
         ours = {"ours": args.implementation}
 
@@ -105,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             found = cli.describe(shape) | {"results": results}
             return mla.with_limit(found, read_ceiling(run))
 
-        shapes = select(args.shapes)
-        cli.measure_each(run["shapes"], shapes, measure_shape, mla.progress, run, args)
+        progress = functools.partial(calls.progress, mla.NAMES)
+        cli.measure_each(run["shapes"], shapes, measure_shape, progress, run, args)
     print(markdown(run))
     return run
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import pallas_paged as pp
 from bench.decode import peers
 from bench.measuring import calls, cli, kv_dtypes, timing
 from bench.measuring.measure import Variant, compare
-from bench.measuring.shapes import Shape, make_case, select_shapes
+from bench.measuring.shapes import Shape, make_case
 from bench.prefill import peers as prefill_peers
 from bench.prefill.shapes import ONE_BYTE, SHAPES, TINY
 
@@ -46,30 +45,20 @@ def markdown(run: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.prefill", __doc__)
+    parser = cli.make_call_parser("bench.prefill", __doc__)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     kv_dtypes.add_argument(parser)
-    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
     args = parser.parse_args(argv)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
-    run: dict[str, Any] = {
-        "meta": timing.describe_run("bench.prefill", argv),
-        "shapes": [],
-        "one_byte": [],
-    }
-
-    def measure(shape: Shape) -> dict:
-        return measure_shape(shape, args)
+    shapes = cli.select(parser, args.shapes, SHAPES, TINY)
+    meta = timing.describe_run(parser.prog, argv)
+    run: dict[str, Any] = {"meta": meta, "shapes": [], "one_byte": []}
+    measure = functools.partial(measure_shape, args=args)
+    progress = functools.partial(calls.progress, NAMES)
 
     def one_byte(pair: tuple[Shape, str]) -> dict:
         shape, base = pair
         return measure(shape) | {"base": base}
 
-    def progress(result: dict, seconds: float) -> str:
-        return calls.progress(result, NAMES, seconds)
-
-    shapes = select(args.shapes)
     if "bf16" in args.kv_dtypes:
         cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
     pairs = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], args.kv_dtypes)

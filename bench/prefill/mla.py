@@ -5,9 +5,9 @@ Run `python -m bench.prefill.mla --help`; bench/README.md explains each number.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ import pallas_paged as pp
 from bench.decode.latents import LatentCase, LatentShape, make_latents
 from bench.measuring import calls, cli, timing
 from bench.measuring.measure import Variant, compare
-from bench.measuring.shapes import Shape, normal, select_shapes
+from bench.measuring.shapes import Shape, normal
 
 NAMES = {"absorbed": "absorbed", "heads": "by heads"}
 
@@ -171,12 +171,13 @@ def forms(shape: PromptShape, implementation: str | None) -> dict[str, Variant]:
     }
 
 
-def measure_shape(shape: PromptShape, implementation: str | None, iterations: int) -> dict:
+def measure_shape(shape: PromptShape, args: argparse.Namespace) -> dict:
     """Measure both forms of one shape."""
     finders: dict[str, Callable[[], list[Variant]]] = {
-        name: functools.partial(list, [form]) for name, form in forms(shape, implementation).items()
+        name: functools.partial(list, [form])
+        for name, form in forms(shape, args.implementation).items()
     }
-    results = compare(make_prompts(shape), finders, iterations)
+    results = compare(make_prompts(shape), finders, args.iterations)
     return cli.describe(shape) | {"results": results}
 
 
@@ -187,20 +188,13 @@ def markdown(run: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.prefill.mla", __doc__)
+    parser = cli.make_call_parser("bench.prefill.mla", __doc__)
     args = parser.parse_args(argv)
-    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
-    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
-    run: dict[str, Any] = {"meta": timing.describe_run("bench.prefill.mla", argv), "shapes": []}
-
-    def measure(shape: PromptShape) -> dict:
-        return measure_shape(shape, args.implementation, args.iterations)
-
-    def progress(result: dict, seconds: float) -> str:
-        return calls.progress(result, NAMES, seconds)
-
-    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    shapes = cli.select(parser, args.shapes, SHAPES, TINY)
+    run: dict[str, Any] = {"meta": timing.describe_run(parser.prog, argv), "shapes": []}
+    measure = functools.partial(measure_shape, args=args)
+    progress = functools.partial(calls.progress, NAMES)
+    cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
     print(markdown(run))
     return run
 

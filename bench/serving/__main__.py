@@ -13,19 +13,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from bench.measuring import cli, timing
 from bench.measuring.kv_dtypes import ONE_BYTE
-from bench.measuring.measure import reason
+from bench.measuring.measure import attempt, failed
 from bench.serving import report
 from bench.serving.batches import serve_in_batches
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serve
-from bench.serving.models import SHAPES, random_model
+from bench.serving.models import SHAPES, add_shape, random_model
 from bench.serving.requests import TraceRequest, describe_trace, make_trace, nano_vllm_trace
 from bench.serving.static import StaticBatch
 from bench.serving.transformers import run_transformers
@@ -52,18 +51,17 @@ _TRACES: dict[str, dict[str, Any]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(prog="bench.serving", description=__doc__)
+    parser = cli.make_parser("bench.serving", __doc__)
+    add_shape(parser, None)  # by trace
     add = parser.add_argument
     add("--trace", choices=_TRACES, default="sharegpt", help="nano: that of nano-vllm's bench")
-    add("--shape", choices=SHAPES, help="model sizes, random weights; default: by trace")
     add("--systems", nargs="*", choices=report.NAMES, help="default: by trace")
     add("--http", action="store_true", help="also the engine behind models.server, over HTTP")
     add("--kv-gib", type=float, help="memory for K/V of each system; default: by shape")
     add("--max-model-len", type=int, help="most tokens of prompt and output; default: by shape")
-    add("--page-size", type=int, default=16)
+    add("--page-size", type=cli.at_least(1), default=16)
     add("--max-num-seqs", type=int, default=256, help="rows of the engine")
     add("--max-num-batched-tokens", type=int, help="of a step of the engine; default: by trace")
-    add("--implementation", help="attention of the engine; default: the best for the platform")
     add("--kv-cache-dtype", choices=ONE_BYTE, help="K/V of the engine; default: the model's dtype")
     add("--requests", type=int, help="default: by trace")
     add("--rate", type=float, default=math.inf, help="arrivals per second; default: all at once")
@@ -72,13 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prefixes", type=int, default=4, help="different system prompts")
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=60.0, help="limit for each system")
-    add(
-        "--transformers-requests",
-        type=int,
-        default=64,
-        help="transformers serves only this many requests, the first ones",
-    )
-    add("--json", type=Path, help="write all numbers here, after each system")
+    text = "transformers serves only this many requests, the first ones"
+    add("--transformers-requests", type=cli.at_least(1), default=64, help=text)
     return parser
 
 
@@ -142,15 +135,7 @@ def run_static(
     }
 
 
-def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A summary, or the reason why there is none."""
-    try:
-        return run()
-    except Exception as error:  # the other systems go on; the table has the reason
-        return {"status": "failed", "reason": reason(error)}
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check arguments; a bad one ends the program."""
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -166,8 +151,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.prefix_len = args.max_model_len // 8
     if args.kv_gib * _GIB < args.max_model_len * shape.token_bytes():
         parser.error(f"--kv-gib {args.kv_gib} is too little for one row of {args.max_model_len}")
-    cli.require_at_least(parser, args, page_size=1, transformers_requests=1)
-    cli.check_outputs(parser, args)
     return args
 
 
@@ -193,7 +176,6 @@ def _make_trace(args: argparse.Namespace) -> list[TraceRequest]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     shape = SHAPES[args.shape]
     budget = int(args.kv_gib * _GIB)
@@ -221,13 +203,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     def add(name: str, result: dict[str, Any]) -> None:
         run["systems"][name] = result
         print(report.progress(name, result), file=sys.stderr, flush=True)
-        write()
-
-    def write() -> None:
         gc.unfreeze()
         gc.collect()  # free this system's memory before the next system takes its own
-        if args.json:
-            cli.write_json(args.json, run)
+        cli.write_json(args.json, run)
 
     if "transformers" in args.systems:  # first, while JAX has not touched the GPU
         result = run_transformers(
@@ -250,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     for name, run_one in runs.items():
         if name in args.systems or (name == "http" and args.http):
-            add(name, attempt(run_one))
+            result = attempt(run_one)  # if it fails, the other systems go on
+            add(name, failed(result) if isinstance(result, Exception) else result)
     print(report.markdown(run))
     return run
 

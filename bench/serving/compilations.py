@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import re
-from types import TracebackType
 from typing import Any
 
 import jax.monitoring
@@ -33,12 +32,7 @@ class Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def functions(self) -> list[dict[str, Any]]:

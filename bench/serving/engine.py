@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from bench.serving.compilations import Compilations
 from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import TraceRequest
-from pallas_paged.engine import Engine, Request, SamplingParams
+from pallas_paged.engine import Engine, Request
 
 _SAMPLE_S = 0.05  # seconds between two samples of memory
 
 
-def greedy(num_tokens: int) -> SamplingParams:
-    """Sampling parameters for exactly num_tokens tokens."""
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+def numbers_of(engine: Engine, compilations: Compilations) -> dict[str, Any]:
+    """What the summary of a run has of its engine."""
+    stats = engine.stats()
+    return {
+        "preemptions": stats.num_preemptions,
+        "cache_hit_rate": stats.cache_hit_rate,
+        "compilations": compilations.count,
+        "num_calls": stats.num_calls,
+        "num_steps": stats.num_steps,
+        "kv_dtype": stats.kv_cache_dtype,
+        "pool_bytes": stats.pool_bytes,
+        "pool_utilization": stats.pool_utilization,
+        "pages_used": stats.pages_used,
+        "prompt_tokens": stats.prompt_tokens,
+        "computed_tokens": stats.computed_tokens,
+    }
 
 
 def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
@@ -69,7 +83,6 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
                 samples.append(usage(engine, running, now))
                 next_sample = now + _SAMPLE_S
         wall = time.perf_counter() - start
-    stats = engine.stats()
     outputs = [len(request.outputs[0].token_ids) for request in requests]
     served = [
         Served(
@@ -92,17 +105,5 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
         wall=wall,
         num_tokens=sum(outputs),
         capacity=engine.num_pages * engine.config.page_size,
-        extra={
-            "preemptions": stats.num_preemptions,
-            "cache_hit_rate": stats.cache_hit_rate,
-            "compilations": compilations.count,
-            "num_calls": stats.num_calls,
-            "num_steps": stats.num_steps,
-            "kv_dtype": stats.kv_cache_dtype,
-            "pool_bytes": stats.pool_bytes,
-            "pool_utilization": stats.pool_utilization,
-            "pages_used": stats.pages_used,
-            "prompt_tokens": stats.prompt_tokens,
-            "computed_tokens": stats.computed_tokens,
-        },
+        extra=numbers_of(engine, compilations),
     )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.serving.compilations import Compilations
+from bench.serving.engine import numbers_of
 from bench.serving.record import Record, Served
 from bench.serving.requests import TraceRequest
 from pallas_paged.engine import AsyncEngine, Engine
@@ -66,22 +67,13 @@ def serve_over_http(engine: Engine, trace: Sequence[TraceRequest], *, seconds: f
     if client.returncode:
         raise RuntimeError("the client failed")
     result = json.loads(client.stdout)
-    stats = engine.stats()
     return Record(
         served=[Served(**one) for one in result["served"]],
         usage=[],
         wall=result["wall"],
-        num_tokens=stats.generated_tokens,
+        num_tokens=engine.stats().generated_tokens,
         capacity=engine.num_pages * engine.config.page_size,
-        extra={
-            "preemptions": stats.num_preemptions,
-            "cache_hit_rate": stats.cache_hit_rate,
-            "compilations": compilations.count,
-            "num_calls": stats.num_calls,
-            "num_steps": stats.num_steps,
-            "kv_dtype": stats.kv_cache_dtype,
-            "pool_bytes": stats.pool_bytes,
-        },
+        extra=numbers_of(engine, compilations),
     )
 
 

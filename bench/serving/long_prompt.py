@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from bench.measuring import cli, timing
 from bench.measuring.calls import PEAK_TFLOPS
 from bench.measuring.report import number, table
 from bench.serving.compilations import Compilations
-from bench.serving.models import SHAPES, ServingShape, random_model
+from bench.serving.models import SHAPES, ServingShape, add_shape, random_model
 from models.decoder import ModelConfig, engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
@@ -104,31 +102,21 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.serving.long_prompt", description=__doc__)
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default="8b", help="model sizes; its weights are random")
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and return the raw numbers."""
+    parser = cli.make_parser("bench.serving.long_prompt", __doc__)
+    add_shape(parser, "8b")
+    add, positive = parser.add_argument, cli.at_least(1)
     add("--lengths", type=int, nargs="+", default=[8192, 32768, 100000], help="tokens of a prompt")
-    add("--max-num-batched-tokens", type=int, default=8192, help="tokens of a chunk")
-    add("--page-size", type=int, default=16)
-    add("--implementation", help="of attention; default: the best for the platform")
-    add("--runs", type=int, default=3, help="of each length; the table has the median")
-    add("--json", type=Path, help="write all numbers here, after each length")
+    add("--max-num-batched-tokens", type=positive, default=8192, help="tokens of a chunk")
+    add("--page-size", type=positive, default=16)
+    add("--runs", type=positive, default=3, help="of each length; the table has the median")
     args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, page_size=1, runs=1, max_num_batched_tokens=1)
     most = SHAPES[args.shape].config.max_position_embeddings - 1
     if not all(0 < length <= most for length in args.lengths):
         parser.error(f"--lengths {args.lengths} must be from 1 to {most}")
-    cli.check_outputs(parser, args)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
     run: dict[str, Any] = {
-        "meta": timing.describe_run("bench.serving.long_prompt", argv),
+        "meta": timing.describe_run(parser.prog, argv),
         "shape": args.shape,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "results": [],

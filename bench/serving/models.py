@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,13 @@ class ServingShape:
         structure: Any = None  # which does not matter here
         model = EngineModel(config=self.config, dtype=self.dtype, graphdef=structure)
         return token_bytes(model.kv_cache_spec, kv_cache_dtype)
+
+
+def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Add `--shape` and how attention runs."""
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default=default, help="model sizes; its weights are random")
+    add("--implementation", help="of attention; default: the best for the platform")
 
 
 def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from flax import nnx
 import pallas_paged as pp
 from bench.measuring import cli, kv_dtypes, timing
 from bench.measuring.report import number, table
-from bench.serving.models import SHAPES, random_model
+from bench.serving.models import SHAPES, add_shape, random_model
 from models.decoder import Attend, Decoder, EngineModel, load_checkpoint
 from models.text import Tokenizer
 from models.train.trainer import split_windows
@@ -247,37 +246,24 @@ def _distance(name: str, kv: dict[str, float]) -> list[str]:
     return [number(top1, ".3%"), number(kl, ".2e")]
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.serving.quality", description=__doc__)
-    add = parser.add_argument
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the tables and return the raw numbers."""
+    parser = cli.make_parser("bench.serving.quality", __doc__)
+    add_shape(parser, None)  # besides the checkpoint, on random tokens
+    add, positive = parser.add_argument, cli.at_least(1)
     add("--checkpoint", type=Path, help="folder in Hugging Face format; needs --text")
     add("--text", type=Path, help="the checkpoint is measured on its last tenth")
     add("--dtype", choices=("float32", "bfloat16"), help="dtype of the weights; default: as stored")
-    add("--shape", choices=SHAPES, help="also random weights of this shape, on random tokens")
-    add("--window", type=int, default=1024, help="tokens of a row")
-    add("--batch", type=int, default=16, help="rows at a time; for --shape, all rows")
-    add("--page-size", type=int, default=16)
-    add("--implementation", help="of attention; default: the best for the platform and dtype")
-    add("--json", type=Path, help="write all numbers here")
+    add("--window", type=positive, default=1024, help="tokens of a row")
+    add("--batch", type=positive, default=16, help="rows at a time; for --shape, all rows")
+    add("--page-size", type=positive, default=16)
     args = parser.parse_args(argv)
     if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text go together")
     if args.checkpoint is None and args.shape is None:
         parser.error("nothing to do without --checkpoint or --shape")
-    cli.require_at_least(parser, args, window=1, batch=1, page_size=1)
-    cli.check_outputs(parser, args)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the tables and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
-    run: dict[str, Any] = {
-        "meta": timing.describe_run("bench.serving.quality", argv),
-        "checkpoint": None,
-        "random": None,
-    }
+    meta = timing.describe_run(parser.prog, argv)
+    run: dict[str, Any] = {"meta": meta, "checkpoint": None, "random": None}
     try:
         if args.checkpoint:
             run["checkpoint"] = measure_checkpoint(args)
@@ -285,8 +271,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise SystemExit(f"error: {error}") from error
     if args.shape:
         run["random"] = measure_random(args)
-    if args.json:
-        cli.write_json(args.json, run)
+    cli.write_json(args.json, run)
     print(markdown(run))
     return run
 

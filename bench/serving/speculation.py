@@ -6,11 +6,9 @@ Run `python -m bench.serving.speculation --help`; bench/README.md explains each 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ import numpy as np
 
 from bench.measuring import cli, timing
 from bench.measuring.report import number, table
-from bench.serving.models import SHAPES, random_model
+from bench.serving.models import SHAPES, add_shape, random_model
 from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
@@ -131,31 +129,21 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.serving.speculation", description=__doc__)
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default="1b", help="model sizes; its weights are random")
-    add("--num-seqs", type=int, nargs="+", default=[1, 8, 64], help="rows that decode")
-    add("--percent", type=int, nargs="+", default=[0, 70, 100], help="tokens that go on")
-    add("--max-tokens", type=int, default=512, help="of each row")
-    add("--num-speculative-tokens", type=int, default=4, help="drafts of a row in a step")
-    add("--implementation", help="of attention; default: the best for the platform")
-    add("--runs", type=int, default=3, help="of each; the table has the median")
-    add("--json", type=Path, help="write all numbers here, after each line of the table")
-    args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, max_tokens=2, num_speculative_tokens=1, runs=1)
-    if min(args.num_seqs) < 1 or not all(0 <= x <= 100 for x in args.percent):
-        parser.error("--num-seqs must be at least 1, --percent in 0..100")
-    cli.check_outputs(parser, args)
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
+    parser = cli.make_parser("bench.serving.speculation", __doc__)
+    add_shape(parser, "1b")
+    add, positive = parser.add_argument, cli.at_least(1)
+    add("--num-seqs", type=positive, nargs="+", default=[1, 8, 64], help="rows that decode")
+    add("--percent", type=int, nargs="+", default=[0, 70, 100], help="tokens that go on")
+    add("--max-tokens", type=cli.at_least(2), default=512, help="of each row")
+    add("--num-speculative-tokens", type=positive, default=4, help="drafts of a row in a step")
+    add("--runs", type=positive, default=3, help="of each; the table has the median")
+    args = parser.parse_args(argv)
+    if not all(0 <= x <= 100 for x in args.percent):
+        parser.error("--percent must be in 0..100")
     run: dict[str, Any] = {
-        "meta": timing.describe_run("bench.serving.speculation", argv),
+        "meta": timing.describe_run(parser.prog, argv),
         "shape": args.shape,
         "max_tokens": args.max_tokens,
         "num_speculative_tokens": args.num_speculative_tokens,

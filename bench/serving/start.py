@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from bench.measuring import cli, timing
 from bench.measuring.report import number, table
 from bench.serving.compilations import Compilations
-from bench.serving.models import SHAPES, random_model
+from bench.serving.models import SHAPES, add_shape, random_model
 from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
@@ -113,42 +113,32 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.serving.start", description=__doc__)
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default="qwen3-0.6b", help="model sizes; random weights")
-    add("--kv-gib", type=float, default=40.0, help="memory for K/V")
-    add("--page-size", type=int, default=16)
-    add("--max-num-seqs", type=int, default=256)
-    add("--max-num-batched-tokens", type=int, default=4096)
-    add("--max-model-len", type=int, default=4096)
-    add("--implementation", help="of attention; default: the best for the platform")
-    add("--here", action="store_true", help="one start, in this process, with JAX's own cache")
-    add("--started", type=float, help=argparse.SUPPRESS)  # the time when the process was started
-    add("--json", type=Path, help="write all numbers here")
-    args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, page_size=1)
-    if int(args.kv_gib * 2**30) < SHAPES[args.shape].token_bytes() * args.max_model_len:
-        parser.error(f"--kv-gib {args.kv_gib} is too little for {args.max_model_len} tokens")
-    cli.check_outputs(parser, args)
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
+    parser = cli.make_parser("bench.serving.start", __doc__)
+    add_shape(parser, "qwen3-0.6b")
+    add = parser.add_argument
+    add("--kv-gib", type=float, default=40.0, help="memory for K/V")
+    add("--page-size", type=cli.at_least(1), default=16)
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-num-batched-tokens", type=int, default=4096)
+    add("--max-model-len", type=int, default=4096)
+    add("--here", action="store_true", help="one start, in this process, with JAX's own cache")
+    add("--started", type=float, help=argparse.SUPPRESS)  # the time when the process was started
+    args = parser.parse_args(argv)
+    if int(args.kv_gib * 2**30) < SHAPES[args.shape].token_bytes() * args.max_model_len:
+        parser.error(f"--kv-gib {args.kv_gib} is too little for {args.max_model_len} tokens")
     if args.here or args.started:
         starts = {"here": measure(args)}
-        meta = timing.describe_run("bench.serving.start", argv)
+        meta = timing.describe_run(parser.prog, argv)
     else:  # this process leaves the GPU alone
         starts = measure_starts(argv)
         meta = starts["cold"].pop("meta")
-        meta["command"] = timing.command("bench.serving.start", argv)
+        meta["command"] = timing.command(parser.prog, argv)
         del starts["warm"]["meta"]
     run = {"meta": meta, "shape": args.shape, "starts": starts}
-    if args.json:
-        cli.write_json(args.json, run)
+    cli.write_json(args.json, run)
     print(markdown(run))
     return run
 

@@ -6,11 +6,9 @@ Run `python -m bench.serving.trainer --help`; bench/README.md explains each numb
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ import numpy as np
 from bench.measuring import cli, timing
 from bench.measuring.report import number, table
 from bench.serving.compilations import Compilations
-from bench.serving.models import SHAPES, random_model
+from bench.serving.models import SHAPES, add_shape, random_model
 from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
@@ -149,38 +147,27 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.serving.trainer", description=__doc__)
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default="1b", help="model sizes; its weights are random")
-    add("--num-seqs", type=int, default=64, help="sequences that are sampled and scored")
-    add("--prompt-len", type=int, default=512, help="tokens of each prompt")
-    add("--max-tokens", type=int, default=512, help="tokens of each completion")
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and return the raw numbers."""
+    parser = cli.make_parser("bench.serving.trainer", __doc__)
+    add_shape(parser, "1b")
+    add, positive = parser.add_argument, cli.at_least(1)
+    add("--num-seqs", type=positive, default=64, help="sequences that are sampled and scored")
+    add("--prompt-len", type=positive, default=512, help="tokens of each prompt")
+    add("--max-tokens", type=cli.at_least(2), default=512, help="tokens of each completion")
     add("--max-num-batched-tokens", type=int, default=8192)
     add("--kv-gib", type=float, help="memory for K/V; default: all sequences, and a quarter")
-    add("--implementation", help="of attention; default: the best for the platform")
-    add("--json", type=Path, help="write all numbers here")
     args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, num_seqs=1, prompt_len=1, max_tokens=2)
     if args.kv_gib is None:
         tokens = args.num_seqs * (args.prompt_len + args.max_tokens + 16)
         args.kv_gib = 1.25 * tokens * SHAPES[args.shape].token_bytes() / 2**30
-    cli.check_outputs(parser, args)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
     run = {
-        "meta": timing.describe_run("bench.serving.trainer", argv),
+        "meta": timing.describe_run(parser.prog, argv),
         "shape": args.shape,
         "num_seqs": args.num_seqs,
     }
     run |= measure(args)
-    if args.json:
-        cli.write_json(args.json, run)
+    cli.write_json(args.json, run)
     print(markdown(run))
     return run
 

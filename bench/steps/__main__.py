@@ -98,37 +98,28 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.steps", description=__doc__)
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, help="random models; default: 1b and 8b")
-    add("--checkpoint", type=Path, help="a model in a folder, in Hugging Face format")
-    add("--rows", nargs="+", type=int, default=[1, 64], help="sequences that decode together")
-    add("--length", type=int, help="tokens of each prompt; default: 2048, for --sampling 256")
-    add("--steps", type=int, default=64, help="timed steps")
-    add("--modes", nargs="+", choices=_MODES, default=["step", "loop", "sampled loop"])
-    add("--sampling", action="store_true", help="compare ways to sample instead of ways to run")
-    add("--kernels", type=int, default=0, metavar="N", help="list the N longest kernels, and all")
-    add("--num-scheduler-steps", type=int, default=EngineConfig.num_scheduler_steps)
-    add("--kv-cache-dtype", choices=ONE_BYTE, help="default: the model's dtype")
-    add("--implementation", help="of attention; default: the best for the platform")
-    add("--json", type=Path, help="write all numbers here, after each measurement")
-    args = parser.parse_args(argv)
-    args.length = args.length or (256 if args.sampling else 2048)
-    cli.require_at_least(parser, args, length=8, steps=1, kernels=0, num_scheduler_steps=1)
-    if min(args.rows) < 1:
-        parser.error(f"--rows {min(args.rows)} must be at least 1")
-    if not args.shapes:
-        args.shapes = [] if args.checkpoint else ["1b", "8b"]
-    cli.check_outputs(parser, args)
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
-    run: dict[str, Any] = {"meta": timing.describe_run("bench.steps", argv), "results": []}
+    parser = cli.make_parser("bench.steps", __doc__)
+    add, positive = parser.add_argument, cli.at_least(1)
+    add("--shapes", nargs="+", choices=SHAPES, help="random models; default: 1b and 8b")
+    add("--checkpoint", type=Path, help="a model in a folder, in Hugging Face format")
+    add("--rows", nargs="+", type=positive, default=[1, 64], help="sequences that decode together")
+    text = "tokens of each prompt; default: 2048, for --sampling 256"
+    add("--length", type=cli.at_least(8), help=text)
+    add("--steps", type=positive, default=64, help="timed steps")
+    add("--modes", nargs="+", choices=_MODES, default=["step", "loop", "sampled loop"])
+    add("--sampling", action="store_true", help="compare ways to sample instead of ways to run")
+    text = "list the N longest kernels, and all"
+    add("--kernels", type=cli.at_least(0), default=0, metavar="N", help=text)
+    add("--num-scheduler-steps", type=positive, default=EngineConfig.num_scheduler_steps)
+    add("--kv-cache-dtype", choices=ONE_BYTE, help="default: the model's dtype")
+    add("--implementation", help="of attention; default: the best for the platform")
+    args = parser.parse_args(argv)
+    args.length = args.length or (256 if args.sampling else 2048)
+    if not args.shapes:
+        args.shapes = [] if args.checkpoint else ["1b", "8b"]
+    run: dict[str, Any] = {"meta": timing.describe_run(parser.prog, argv), "results": []}
     measure = measure_sampling if args.sampling else measure_calls
     for name in [*args.shapes, *([args.checkpoint] if args.checkpoint else [])]:
         decoder = _load(name)
@@ -137,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 run["results"].append({"model": Path(name).name} | result)
                 gc.collect()  # free the pool before the next engine allocates its own
                 print(_progress(run["results"][-1]), file=sys.stderr, flush=True)
-                if args.json:
-                    cli.write_json(args.json, run)
+                cli.write_json(args.json, run)
         del decoder
         gc.collect()
     print(markdown(run, args.kernels))

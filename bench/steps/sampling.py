@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial, reduce
 from operator import or_
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -24,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from bench.measuring import cli, timing
-from bench.measuring.measure import reason
+from bench.measuring.measure import call_times, reason
 from bench.measuring.report import number, table
 from pallas_paged.engine.device.program import GPU_OPTIONS
 from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
@@ -196,18 +195,10 @@ def measure(program: Any, inputs: Any, iterations: int) -> dict[str, Any]:
         return {"reason": reason(program)}
     num_calls = _NUM_SETS * _NUM_LOOPS
     tokens = np.asarray(program(*inputs)[2][0]).tolist()
-    walls = timing.wall_times(program, inputs, iterations=iterations)
-    wall = dataclasses.asdict(timing.Spread.of([us / num_calls for us in walls]))
-    found: dict[str, Any] = {"tokens": tokens, "wall_us": wall}
-    try:
-        runs = timing.kernel_times(program, inputs, iterations=iterations)
-    except Exception as error:
-        return found | {"kernel_us": None, "reason": reason(error)}
-    sums = timing.Spread.of([sum(us for _, us in run) / num_calls for run in runs])
-    return found | {
-        "kernel_us": dataclasses.asdict(sums),
-        "launches": len(runs[0]) / num_calls,
-    }
+    found = {"tokens": tokens} | call_times(program, inputs, iterations, num_calls)
+    if found["kernel_us"]:
+        found["launches"] = found["kernels_per_run"] / num_calls
+    return found
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -250,36 +241,24 @@ def _differs(key: tuple, results: dict[tuple, dict]) -> bool:
     return results[key].get("tokens") != results[(*key[:3], False)].get("tokens")
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.steps.sampling", description=__doc__)
-    add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=[1, 64], help="rows of a batch")
-    add("--vocab", nargs="+", type=int, default=[128256], help="sizes of vocabularies")
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and return the raw numbers."""
+    parser = cli.make_parser("bench.steps.sampling", __doc__)
+    add, positive = parser.add_argument, cli.at_least(1)
+    add("--rows", nargs="+", type=positive, default=[1, 64], help="rows of a batch")
+    add("--vocab", nargs="+", type=positive, default=[128256], help="sizes of vocabularies")
     add("--cases", nargs="+", choices=_CASES, default=[*_CASES], help="default: all")
     add("--std", type=float, default=2.0, help="standard deviation of the logits")
     add("--bf16", action="store_true", help="round the logits to bfloat16")
     add("--sorted", action="store_true", help="measure the definition by sorting too")
     add("--implementation", choices=get_args(SamplingImplementation), help="default: the engine's")
-    add("--iterations", type=int, default=10, help="timed runs of each")
-    add("--json", type=Path, help="write all numbers here, after each size")
+    add("--iterations", type=positive, default=10, help="timed runs of each")
     args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, iterations=1)
-    if min(*args.rows, *args.vocab) < 1:
-        parser.error("--rows and --vocab must be at least 1")
-    cli.check_outputs(parser, args)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table and return the raw numbers."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
-    run: dict[str, Any] = {"meta": timing.describe_run("bench.steps.sampling", argv), "results": []}
+    run: dict[str, Any] = {"meta": timing.describe_run(parser.prog, argv), "results": []}
     for vocab_size, num_rows in itertools.product(args.vocab, args.rows):
         run["results"] += measure_size(num_rows, vocab_size, args)
         print(f"{num_rows} x {vocab_size}: done", file=sys.stderr, flush=True)
-        if args.json:
-            cli.write_json(args.json, run)
+        cli.write_json(args.json, run)
     print(markdown(run))
     return run
 

@@ -349,7 +349,7 @@ def _routes(graphdef: Any, weights: Any, tokens: jax.Array) -> jax.Array:
 @functools.cache
 def _read_gbps() -> float | None:
     """The rate of the floor kernel, or None without a GPU."""
-    floor = measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=20)
+    floor = measure_floor(iterations=20)
     return (
         floor["num_bytes"] / floor["kernel_us"]["median"] / 1e3 if floor["status"] == "ok" else None
     )

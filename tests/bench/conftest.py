@@ -23,7 +23,7 @@ def clock(monkeypatch) -> None:
         return [[("a", 5.0 + i - middle), ("b", 2.0), ("a", 1.0)] for i in range(iterations)]
 
     monkeypatch.setattr(timing, "kernel_times", kernel_times)
-    monkeypatch.setattr(timing, "floor_times", lambda size, **how: timing.Spread.of([1.0]))
+    monkeypatch.setattr(timing, "floor_times", lambda size, **how: timing.spread([1.0]))
     monkeypatch.setattr(timing, "wall_times", lambda compiled, args, *, iterations: [9.0])
 
 

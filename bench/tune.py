@@ -297,7 +297,7 @@ def markdown(run: dict) -> str:
     """The table and the provenance of its numbers."""
     header = ["shape", "heuristic us", "best us", "gain", "best config", "configs tried"]
     rows = [header, *map(_cells, run["shapes"])]
-    return f"{table(rows)}\n\n{timing.provenance(run['meta'])}\n"
+    return timing.page(run["meta"], table(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

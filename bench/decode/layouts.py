@@ -81,7 +81,7 @@ def markdown(run: dict) -> str:
     for family in families:
         names = {f"{kv_layout} {family}": kv_layout for kv_layout in run["layouts"]}
         blocks.append(f"{family}:\n\n{calls.calls_table(shapes, names)}")
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], *blocks)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

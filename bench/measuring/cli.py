@@ -81,12 +81,10 @@ def measure_each(
     """Append the result of each shape to `results`, print a line, and rewrite the run's JSON.
 
     Args:
-        results: a list within `run`.
-        shapes: the shapes to measure.
-        measure: returns the result of a shape.
+        results: a list within `run`, which has all numbers.
+        shapes, measure: what to measure, and what returns its result.
         progress: returns the line about a result and the seconds that it took.
-        run: all numbers.
-        args: arguments that `make_parser`'s parser parsed.
+        run, args: all numbers, and the parsed arguments.
     """
     for shape in shapes:
         start = time.perf_counter()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 
 def kernel_us(result: dict | None) -> float | None:
@@ -32,3 +33,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is the header."""
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+
+
+def table_of(results: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
+    """A Markdown table with a row for each result, of columns by their heads."""
+    rows = ([cell(one) for cell in columns.values()] for one in results)
+    return table([[*columns], *rows])

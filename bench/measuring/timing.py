@@ -238,6 +238,11 @@ def command(module: str, argv: Sequence[str] | None) -> str:
     return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
+def page(meta: dict[str, Any], *blocks: str) -> str:
+    """Tables and words as text, with the provenance of their numbers at the end."""
+    return "\n\n".join([*blocks, provenance(meta)]) + "\n"
+
+
 def provenance(meta: dict[str, Any]) -> str:
     """The lines under a table that give the device, versions, date and command."""
     return (

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from bench.measuring import cli, timing
-from bench.measuring.report import number, ratio, table
+from bench.measuring.report import number, ratio, table_of
 from bench.parallel import calls as parallel_calls
 from bench.parallel.calls import make_mesh
 from bench.parallel.model import Rates, decode_step
@@ -90,70 +90,76 @@ def measure_serving(name: str, config: dict[str, Any], args: argparse.Namespace)
 
 def markdown(run: dict[str, Any]) -> str:
     """Return the tables and the provenance of their numbers."""
-    blocks = []
-    for part in ("attention", "context"):
-        if run[part]:
-            blocks.append(_call_table(run[part], part))
+    blocks = [
+        f"{title} over the GPUs, wall time of calls in a row:\n\n{_call_table(run[part])}"
+        for part, title in (("attention", "KV heads"), ("context", "The pages of each row"))
+        if run[part]
+    ]
     if run["sums"]:
-        rows = [["bf16", "GPUs", "way", "us"]]
-        for one in run["sums"]:
-            rows.append([one["name"], str(one["devices"]), one["way"], number(one["us"])])
-        blocks.append(f"A sum over the GPUs, in a chain:\n\n{table(rows)}")
-    if run["steps"]:
-        rows = [["model, rows x tokens", "GPUs", "wall us", "limit us", "wall / limit", "speedup"]]
-        one_gpu: dict[str, float | None] = {}
-        for one in run["steps"]:
-            name = f"{one['model']}, {one['num_seqs']} x {one['length']}"
-            one_gpu.setdefault(name, one["wall_us"] if one["devices"] == 1 else None)
-            rows.append(
-                [
-                    name,
-                    str(one["devices"]),
-                    number(one["wall_us"], ".0f"),
-                    number(one["limit_us"], ".0f"),
-                    number(ratio(one["wall_us"], one["limit_us"]), ".2f"),
-                    number(ratio(one_gpu[name], one["wall_us"]), ".2f"),
-                ]
-            )
-        blocks.append(f"Decode steps of the engine:\n\n{table(rows)}")
-    if run["serving"]:
-        rows = [["model", "tensor", "data", "warm-up s", "seconds", "output tokens/s", "speedup"]]
-        first = run["serving"][0]["seconds"]
-        for one in run["serving"]:
-            rows.append(
-                [
-                    one["model"],
-                    str(one["tensor_parallel_size"]),
-                    str(one["data_parallel_size"]),
-                    number(one["warmup_s"]),
-                    number(one["seconds"], ".2f"),
-                    number(one["tokens_per_s"], ".0f"),
-                    number(first / one["seconds"], ".2f"),
-                ]
-            )
-        blocks.append(f"{run['requests']} requests at once:\n\n{table(rows)}")
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
-
-
-def _call_table(results: Sequence[dict[str, Any]], part: str) -> str:
-    rows = [["shape", "GPUs", "way", "us a call", "speedup", "GB/s of each GPU"]]
-    first: dict[str, float] = {}
-    for one in results:
-        us = one["us"]["median"]
-        if one["devices"] == 1:
-            first[one["name"]] = us
-        rows.append(
-            [
-                one["name"],
-                str(one["devices"]),
-                one["way"],
-                number(us),
-                number(ratio(first.get(one["name"]), us), ".2f"),
-                number(one["num_bytes"] / one["devices"] / us / 1e3, ".0f"),
-            ]
+        sums = table_of(
+            run["sums"],
+            {
+                "bf16": lambda x: x["name"],
+                "GPUs": lambda x: str(x["devices"]),
+                "way": lambda x: x["way"],
+                "us": lambda x: number(x["us"]),
+            },
         )
-    title = {"attention": "KV heads", "context": "The pages of each row"}[part]
-    return f"{title} over the GPUs, wall time of calls in a row:\n\n{table(rows)}"
+        blocks.append(f"A sum over the GPUs, in a chain:\n\n{sums}")
+    if run["steps"]:
+        blocks.append(f"Decode steps of the engine:\n\n{_step_table(run['steps'])}")
+    if run["serving"]:
+        first = run["serving"][0]["seconds"]
+        serving = table_of(
+            run["serving"],
+            {
+                "model": lambda x: x["model"],
+                "tensor": lambda x: str(x["tensor_parallel_size"]),
+                "data": lambda x: str(x["data_parallel_size"]),
+                "warm-up s": lambda x: number(x["warmup_s"]),
+                "seconds": lambda x: number(x["seconds"], ".2f"),
+                "output tokens/s": lambda x: number(x["tokens_per_s"], ".0f"),
+                "speedup": lambda x: number(first / x["seconds"], ".2f"),
+            },
+        )
+        blocks.append(f"{run['requests']} requests at once:\n\n{serving}")
+    return timing.page(run["meta"], *blocks)
+
+
+def _call_table(results: Sequence[dict[str, Any]]) -> str:
+    def us(one: dict[str, Any]) -> float:
+        return one["us"]["median"]
+
+    one_gpu = {x["name"]: us(x) for x in results if x["devices"] == 1}
+    return table_of(
+        results,
+        {
+            "shape": lambda x: x["name"],
+            "GPUs": lambda x: str(x["devices"]),
+            "way": lambda x: x["way"],
+            "us a call": lambda x: number(us(x)),
+            "speedup": lambda x: number(ratio(one_gpu.get(x["name"]), us(x)), ".2f"),
+            "GB/s of each GPU": lambda x: f"{x['num_bytes'] / x['devices'] / us(x) / 1e3:.0f}",
+        },
+    )
+
+
+def _step_table(results: Sequence[dict[str, Any]]) -> str:
+    def name(one: dict[str, Any]) -> str:
+        return f"{one['model']}, {one['num_seqs']} x {one['length']}"
+
+    one_gpu = {name(x): x["wall_us"] for x in results if x["devices"] == 1}
+    return table_of(
+        results,
+        {
+            "model, rows x tokens": name,
+            "GPUs": lambda x: str(x["devices"]),
+            "wall us": lambda x: number(x["wall_us"], ".0f"),
+            "limit us": lambda x: number(x["limit_us"], ".0f"),
+            "wall / limit": lambda x: number(ratio(x["wall_us"], x["limit_us"]), ".2f"),
+            "speedup": lambda x: number(ratio(one_gpu.get(name(x)), x["wall_us"]), ".2f"),
+        },
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

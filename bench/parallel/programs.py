@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
 from bench.measuring import cli, timing
-from bench.measuring.report import number, table
+from bench.measuring.report import table_of
 from bench.parallel.model import Collective, Rates, decode_step
 from bench.serving.models import SHAPES
 from models.decoder import Decoder, ModelConfig, engine_model
@@ -170,37 +170,30 @@ def _as_compiled(config: ModelConfig, sizes: dict[str, int]) -> bool | None:
 
 def markdown(run: dict[str, Any]) -> str:
     """Return the table and where its numbers come from."""
-    rows = [
-        [
-            "model, rows x tokens", "tensor x context", "weights MB", "K/V MB", "read us",
-            "collectives", "MB each", "sent us", "limit us",
-            f"with {run['collective_us']:g} us a collective", "program",
-        ]
-    ]  # fmt: skip
-    for one in run["results"]:
-        several = one["collectives"]
-        rows.append(
-            [
-                f"{one['model']}, {one['num_seqs']} x {one['length']}",
-                f"{one['tensor']} x {one['context']}",
-                number(one["weight_bytes"] / 1e6, ".0f"),
-                number(one["kv_bytes"] / 1e6, ".0f"),
-                number(one["read_us"], ".0f"),
-                " + ".join(f"{c['count']} {c['kind']}" for c in several) or "-",
-                " + ".join(f"{c['num_bytes'] / 1e6:.3f}" for c in several) or "-",
-                number(one["collectives_us"], ".0f"),
-                number(one["limit_us"], ".0f"),
-                number(one["with_latency_us"], ".0f"),
-                {True: "the same", False: "DIFFERENT", None: "-"}[one["as_compiled"]],
-            ]
-        )
+    columns = {
+        "model, rows x tokens": lambda x: f"{x['model']}, {x['num_seqs']} x {x['length']}",
+        "tensor x context": lambda x: f"{x['tensor']} x {x['context']}",
+        "weights MB": lambda x: f"{x['weight_bytes'] / 1e6:.0f}",
+        "K/V MB": lambda x: f"{x['kv_bytes'] / 1e6:.0f}",
+        "read us": lambda x: f"{x['read_us']:.0f}",
+        "collectives": lambda x: (
+            " + ".join(f"{c['count']} {c['kind']}" for c in x["collectives"]) or "-"
+        ),
+        "MB each": lambda x: (
+            " + ".join(f"{c['num_bytes'] / 1e6:.3f}" for c in x["collectives"]) or "-"
+        ),
+        "sent us": lambda x: f"{x['collectives_us']:.0f}",
+        "limit us": lambda x: f"{x['limit_us']:.0f}",
+        f"with {run['collective_us']:g} us a collective": lambda x: f"{x['with_latency_us']:.0f}",
+        "program": lambda x: {True: "the same", False: "DIFFERENT", None: "-"}[x["as_compiled"]],
+    }
     rates = f"Of each device: {_RATES.read:.0f} GB/s read, {_RATES.link:.0f} GB/s sent to others of"
     rates += f" its host, {_RATES.network:.0f} GB/s sent to other hosts. A host has 8 devices."
     compiled = f"Programs have {_COMPILED_LAYERS} layers in f32 and run on some of"
     compiled += (
         f" {run['num_devices']} devices; their collectives are compared with those on paper."
     )
-    return "\n\n".join([table(rows), rates, compiled, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], table_of(run["results"], columns), rates, compiled)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.measuring import cli, timing
 from bench.measuring.calls import PEAK_TFLOPS
-from bench.measuring.report import number, table
+from bench.measuring.report import table_of
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, ServingShape, add_shape, random_model
 from models.decoder import ModelConfig, engine_model
@@ -78,28 +78,24 @@ def measure(shape: ServingShape, length: int, args: argparse.Namespace) -> dict[
 
 def markdown(run: dict[str, Any]) -> str:
     """Return the table and the provenance of its numbers."""
-    rows = [
-        ["tokens", "steps", "first token s", "tokens/s", "limit s", "time / limit", "attention"]
-    ]
-    for one in run["results"]:
-        seconds = float(np.median(one["seconds"]))
-        part = one["flops"]["attention"] / sum(one["flops"].values())
-        rows.append(
-            [
-                str(one["length"]),
-                number(one["num_steps"], ".0f"),
-                f"{seconds:.3f}",
-                f"{one['length'] / seconds:.0f}",
-                f"{one['limit_s']:.3f}",
-                f"{seconds / one['limit_s']:.2f}",
-                f"{part:.0%}",
-            ]
-        )
+
+    def seconds(one: dict[str, Any]) -> float:
+        return float(np.median(one["seconds"]))
+
+    columns = {
+        "tokens": lambda x: str(x["length"]),
+        "steps": lambda x: f"{x['num_steps']:.0f}",
+        "first token s": lambda x: f"{seconds(x):.3f}",
+        "tokens/s": lambda x: f"{x['length'] / seconds(x):.0f}",
+        "limit s": lambda x: f"{x['limit_s']:.3f}",
+        "time / limit": lambda x: f"{seconds(x) / x['limit_s']:.2f}",
+        "attention": lambda x: f"{x['flops']['attention'] / sum(x['flops'].values()):.0%}",
+    }
     words = (
         f"{run['shape']}, random weights, chunks of {run['max_num_batched_tokens']} tokens. The"
         f" limit is {PEAK_TFLOPS} TFLOP/s; the last column is attention's part of the operations."
     )
-    return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], words, table_of(run["results"], columns))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def markdown(run: dict[str, Any]) -> str:
             " nearly flat, so that small changes move the top token: compare with fp32, which"
             f" differs from bf16 by rounding alone.\n\n{table(rows)}"
         )
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], *blocks)
 
 
 def _distance(name: str, kv: dict[str, float]) -> list[str]:

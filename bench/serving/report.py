@@ -94,4 +94,4 @@ def markdown(run: dict) -> str:
     """The tables and the provenance of their numbers."""
     blocks = [_trace_text(run)]
     blocks += [_systems_table(run)] if run["systems"] else []
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], *blocks)

@@ -126,7 +126,7 @@ def markdown(run: dict[str, Any]) -> str:
         f"{run['shape']}, random weights, {run['max_tokens']} tokens of each row,"
         f" {run['num_speculative_tokens']} drafts a step."
     )
-    return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], words, table(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def markdown(run: dict[str, Any]) -> str:
             seconds = (f"{found[f'{phase}_s']:.2f}" for phase in ("trace", "lower", "compile"))
             rows.append([found["name"], str(found["count"]), *seconds])
         blocks.append(f"Warm-up, {name}, seconds summed over threads:\n\n{table(rows)}")
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], *blocks)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

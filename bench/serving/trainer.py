@@ -144,7 +144,7 @@ def markdown(run: dict[str, Any]) -> str:
         f" {run['num_seqs']} sequences. Scores differ from the log-probabilities of sampling by"
         f" {score['mean_error']:.1e} in the mean, {score['max_error']:.1e} at most."
     )
-    return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], words, table(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

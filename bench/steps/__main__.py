@@ -77,7 +77,7 @@ def markdown(run: dict[str, Any], num_kernels: int = 0) -> str:
                 blocks.append(_in_order(one["order"]))
     reasons = dict.fromkeys(one["reason"] for one in results if "reason" in one)
     blocks += [f"No kernel times: {reason}." for reason in reasons]
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], *blocks)
 
 
 def _name(one: dict[str, Any]) -> tuple[str, str]:

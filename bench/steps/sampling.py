@@ -234,7 +234,7 @@ def markdown(run: dict[str, Any]) -> str:
     blocks = [table(rows), *(f"Missing numbers: {reason}." for reason in reasons)]
     differ = [key[:3] for key, one in results.items() if key[3] and _differs(key, results)]
     blocks += [f"Tokens that differ from those by sort: {key}." for key in differ]
-    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+    return timing.page(run["meta"], *blocks)
 
 
 def _differs(key: tuple, results: dict[tuple, dict]) -> bool:

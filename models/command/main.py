@@ -131,37 +131,24 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     prompts = parser.add_argument_group("prompts and output")
-    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
-    prompts.add_argument(
-        "--prompts-file",
-        type=Path,
-        metavar="FILE",
-        help="a prompt a line, or a JSON object a line if the name ends in .jsonl; see below",
-    )
-    prompts.add_argument("--json", action="store_true", help="print JSON lines; see below")
-    prompts.add_argument(
-        "--chat", action="store_true", help="talk with an instruct checkpoint; see below"
-    )
-    prompts.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    add = prompts.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    text = "a prompt a line, or a JSON object a line if the name ends in .jsonl; see below"
+    add("--prompts-file", type=Path, metavar="FILE", help=text)
+    add("--json", action="store_true", help="print JSON lines; see below")
+    add("--chat", action="store_true", help="talk with an instruct checkpoint; see below")
+    add("--system", metavar="TEXT", help="system message of --chat")
     add_template_option(prompts)
-    prompts.add_argument(
-        "--chat-template-kwargs",
-        type=json_object,
-        metavar="JSON",
-        help='variables of the chat template, such as {"enable_thinking": false}',
-    )
+    text = 'variables of the chat template, such as {"enable_thinking": false}'
+    add("--chat-template-kwargs", type=json_object, metavar="JSON", help=text)
     add_model_options(parser)
     sampling = parser.add_argument_group("sampling")
     add_options(sampling, _SAMPLING_OPTIONS)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end there; repeatable")
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
-    )
-    sampling.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="of the first prompt, the next has N + 1 (random; the summary reports it)",
-    )
+    add = sampling.add_argument
+    add("--stop", action="append", metavar="TEXT", help="end there; repeatable")
+    text = "go on after the end of sequence"
+    add("--ignore-eos", action="store_true", default=None, help=text)
+    text = "of the first prompt, the next has N + 1 (random; the summary reports it)"
+    add("--seed", type=int, metavar="N", help=text)
     add_engine_options(parser)
     return parser

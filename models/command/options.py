@@ -66,50 +66,30 @@ def _discard_output() -> None:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a checkpoint."""
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--checkpoint",
-        type=Path,
-        default=DEFAULT_CHECKPOINT,
-        metavar="DIR",
-        help="folder in Hugging Face format (the Shakespeare demo)",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and computation (as stored)",
-    )
+    add = parser.add_argument_group("model").add_argument
+    text = "folder in Hugging Face format (the Shakespeare demo)"
+    add("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT, metavar="DIR", help=text)
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="of weights and computation (as stored)")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are fields of `EngineConfig`, and --compilation-cache."""
     engine = parser.add_argument_group("engine")
     add_options(engine, _ENGINE_OPTIONS)
-    engine.add_argument(
-        "--kv-cache-dtype",
-        choices=("int8", "fp8"),
-        help="about half the memory of bf16, and less precise (that of the weights): int8 rounds K"
-        " and V to 1/254 of a token's largest element, fp8 (e4m3) each element to 1/16 of itself",
-    )
-    engine.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="compute what prompts share only once (yes)",
-    )
-    engine.add_argument(
-        "--speculative-config",
-        type=json_object,
-        metavar="JSON",
-        help="verify drafts of several tokens in a step, such as"
-        ' {"method": "ngram", "num_speculative_tokens": 4} (no drafts)',
-    )
-    engine.add_argument("--implementation", metavar="NAME", help="of attention (the best here)")
-    engine.add_argument(
-        "--compilation-cache",
-        metavar="DIR|off",
-        help="where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"
-        " pallas_paged in the user's cache folder)",
-    )
+    add = engine.add_argument
+    text = "about half the memory of bf16, and less precise (that of the weights): int8 rounds K"
+    text += " and V to 1/254 of a token's largest element, fp8 (e4m3) each one to 1/16 of itself"
+    add("--kv-cache-dtype", choices=("int8", "fp8"), help=text)
+    text = "compute what prompts share only once (yes)"
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=text)
+    text = "verify drafts of several tokens in a step, such as"
+    text += ' {"method": "ngram", "num_speculative_tokens": 4} (no drafts)'
+    add("--speculative-config", type=json_object, metavar="JSON", help=text)
+    add("--implementation", metavar="NAME", help="of attention (the best here)")
+    text = "where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"
+    text += " pallas_paged in the user's cache folder)"
+    add("--compilation-cache", metavar="DIR|off", help=text)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -125,12 +105,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 def add_template_option(group: Any) -> None:
     """Add --chat-template."""
-    group.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template for chats (the checkpoint's)",
-    )
+    text = "Jinja template for chats (the checkpoint's)"
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help=text)
 
 
 def add_options(group: Any, options: tuple[tuple[str, Any, str], ...]) -> None:

@@ -88,11 +88,12 @@ def _read_qwen3_moe(keys: Keys, fields: Fields) -> Fields:
     return dict(experts=experts)
 
 
-def _read_mixtral(keys: Keys, fields: Fields) -> Fields:
+def _read_local_experts(keys: Keys, fields: Fields, **more: Any) -> Fields:
     experts = ExpertsConfig(
         n_routed_experts=keys["num_local_experts"],
         num_experts_per_tok=keys["num_experts_per_tok"],
         moe_intermediate_size=fields["intermediate_size"],
+        **more,
     )
     return dict(experts=experts)
 
@@ -155,14 +156,8 @@ def _read_olmo3(keys: Keys, fields: Fields) -> Fields:
 
 
 def _read_gpt_oss(keys: Keys, fields: Fields) -> Fields:
-    experts = ExpertsConfig(
-        n_routed_experts=keys["num_local_experts"],
-        num_experts_per_tok=keys["num_experts_per_tok"],
-        moe_intermediate_size=fields["intermediate_size"],
-        bias=True,
-        swiglu_limit=keys["swiglu_limit"],
-    )
-    return dict(experts=experts, stored_as="gpt_oss_mxfp4" if is_mxfp4(keys) else "gpt_oss")
+    experts = _read_local_experts(keys, fields, bias=True, swiglu_limit=keys["swiglu_limit"])
+    return dict(experts, stored_as="gpt_oss_mxfp4" if is_mxfp4(keys) else "gpt_oss")
 
 
 _GEMMA2 = Family(
@@ -298,7 +293,7 @@ FAMILIES: Mapping[str, Family] = {
         fields=dict(stored_as="mixtral"),
         only=dict(attention_bias=(False,)),
         windows="all",
-        read=_read_mixtral,
+        read=_read_local_experts,
     ),
     "Phi3ForCausalLM": Family(  # Phi-4, too
         defaults=dict(

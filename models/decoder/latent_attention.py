@@ -56,34 +56,22 @@ class LatentAttention(nnx.Module):
             q = self.q_a_layernorm(x @ self.q_a_proj.matrix.T) @ self.q_b_proj.matrix.T
         q = q.reshape(*q.shape[:-1], -1, self.sizes.head_dim)
         q_nope, q_pe = jnp.split(q, [self.sizes.qk_nope_head_dim], axis=-1)
-        new = q_nope, q_pe, x @ self.kv_a_proj_with_mqa.matrix.T
+        latents = x @ self.kv_a_proj_with_mqa.matrix.T
         if isinstance(attend, LatentAttend):
-            out, cache = self._absorbed(*new, rotation, attend, cache)
+            out, cache = attend.latent(
+                jnp.einsum("...hd,hdc->...hc", q_nope, self.k_up_proj.weight[...]),
+                q_pe,
+                latents,
+                cache,
+                rotation=rotation,
+                norm=self.kv_a_layernorm.weight[...],
+                eps=_EPS,
+                sm_scale=self.sizes.sm_scale,
+            )
+            out = jnp.einsum("...hc,hdc->...hd", out, self.v_up_proj.weight[...])
         else:
-            out, cache = self._by_heads(*new, rotation, attend, cache)
+            out, cache = self._by_heads(q_nope, q_pe, latents, rotation, attend, cache)
         return out.reshape(*out.shape[:-2], -1), cache
-
-    def _absorbed(
-        self,
-        q_nope: jax.Array,
-        q_pe: jax.Array,
-        latents: jax.Array,
-        rotation: Rotation,
-        attend: LatentAttend,
-        cache: LayerCache | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        q_nope = jnp.einsum("...hd,hdc->...hc", q_nope, self.k_up_proj.weight[...])
-        out, cache = attend.latent(
-            q_nope,
-            q_pe,
-            latents,
-            cache,
-            rotation=rotation,
-            norm=self.kv_a_layernorm.weight[...],
-            eps=_EPS,
-            sm_scale=self.sizes.sm_scale,
-        )
-        return jnp.einsum("...hc,hdc->...hd", out, self.v_up_proj.weight[...]), cache
 
     def _by_heads(
         self,

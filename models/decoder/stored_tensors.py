@@ -149,7 +149,10 @@ def read_param(
         if module == "gate_up_proj":
             return _read_pairs(parts, index[0], shape, dtype)
         if module in _NORMS_OVER_HEADS and len(shape) == 3:
-            return _read_head_norms(parts[0], index[0], shape).astype(dtype, copy=False)
+            num_heads, *rest = shape
+            rows = math.prod(rest)
+            value = _read_repeated(parts[0], index[0], num_heads, tuple(rest), rows)
+            return value.astype(dtype, copy=False)
         value = parts[0].read(*index).astype(dtype, copy=False)
         return value + np.float32(offset) if offset else value
 
@@ -169,21 +172,19 @@ def _read_heads(
     groups, head_dim = shape[1] - len(kv), shape[2]
     rows = slice(start * groups * head_dim, stop * groups * head_dim)
     value[:, :groups] = q.read(rows).reshape(value[:, :groups].shape)
-    repeats = shape[0] * head_dim // kv[0].shape[0]
-    stored = np.arange(start, stop) // repeats
-    rows = slice(int(stored[0]) * head_dim, int(stored[-1] + 1) * head_dim)
     for column, part in enumerate(kv, groups):
-        value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
+        value[:, column] = _read_repeated(part, heads, shape[0], shape[2:], head_dim)
     return value
 
 
-def _read_head_norms(part: Tensor, heads: slice, shape: tuple[int, ...]) -> np.ndarray:
-    """Read the norms of these KV heads, or of their query heads, of this shape [Hkv, G, D]."""
-    start, stop, _ = heads.indices(shape[0])
-    repeats = math.prod(shape) // part.shape[0]  # of KV heads on several devices
-    stored, size = np.arange(start, stop) // repeats, shape[1] * shape[2]
-    value = part.read(slice(int(stored[0]) * size, int(stored[-1] + 1) * size))
-    return value.reshape(-1, *shape[1:])[stored - stored[0]]
+def _read_repeated(
+    part: Tensor, heads: slice, count: int, shape: tuple[int, ...], rows: int
+) -> np.ndarray:
+    """Read these of `count` KV heads of a shape and as many rows; devices may repeat a head."""
+    start, stop, _ = heads.indices(count)
+    stored = np.arange(start, stop) // (count * rows // part.shape[0])
+    value = part.read(slice(int(stored[0]) * rows, int(stored[-1] + 1) * rows))
+    return value.reshape(-1, *shape)[stored - stored[0]]
 
 
 def _read_pairs(

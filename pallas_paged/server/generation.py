@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -226,14 +226,13 @@ async def respond(service: Service, call: Call, request: Request) -> Response:
     if call.stream:
         return EventStream(service, call)
     results = await Generation(service, call, request).whole()
-    usage = _Usage()
-    choices = []
-    for index, (prompt, output) in enumerate(results):
-        usage.add_prompt(output)
-        for one in sorted(output.outputs, key=lambda one: one.index):
-            usage.num_completion += len(one.token_ids)
-            choices.append(call.answer.choice(_number(call, index, one), prompt, one))
-    whole = call.answer.whole(choices, usage.json())
+    count = _Count(call)
+    choices = [
+        call.answer.choice(number, prompt, one)
+        for index, (prompt, output) in enumerate(results)
+        for number, one in count.each(index, output)
+    ]
+    whole = call.answer.whole(choices, count.usage())
     return Response(encode_json(whole).encode(), media_type="application/json")
 
 
@@ -248,7 +247,7 @@ class EventStream(Response):
         """Prepare; sending it does the work."""
         self.background = None
         self._service, self._call = service, call
-        self._usage = _Usage()
+        self._count = _Count(call)
         self._seen: set[int] = set()  # numbers of the choices that have begun
         self._has_started = False
 
@@ -269,26 +268,20 @@ class EventStream(Response):
         except ClientDisconnect:
             return
         else:
-            if last := self._last_event():
+            include_usage = self._call.include_usage
+            usage = self._count.usage()
+            if last := self._call.answer.last_event(usage, include_usage=include_usage):
                 await self._send(send, last)
         await self._send(send, "data: [DONE]\n\n", is_last=True)
 
     def _events(self, index: int, prompt: Prompt, output: RequestOutput) -> str:
-        if output.finished:
-            self._usage.add_prompt(output)
         events, answer = [], self._call.answer
-        for one in output.outputs:
-            number = _number(self._call, index, one)
-            self._usage.num_completion += len(one.token_ids)
+        for number, one in self._count.each(index, output):
             delta = answer.delta(number, prompt, one, is_first=number not in self._seen)
             if delta is not None:
                 self._seen.add(number)
                 events.append(answer.event(delta, include_usage=self._call.include_usage))
         return "".join(events)
-
-    def _last_event(self) -> str:
-        call, usage = self._call, self._usage.json()
-        return call.answer.last_event(usage, include_usage=call.include_usage)
 
     async def _send(self, send: Send, text: str, *, is_last: bool = False) -> None:
         if not self._has_started:
@@ -298,26 +291,26 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
 
 
-class _Usage:
-    """Numbers of tokens."""
+class _Count:
+    """Numbers the completions of a request, and counts its tokens."""
 
-    def __init__(self) -> None:
-        self.num_completion = 0
-        self._num_prompt = self._num_cached = 0
+    def __init__(self, call: Call):
+        self._per_prompt = call.params.n
+        self._num_prompt = self._num_cached = self._num_completion = 0
 
-    def add_prompt(self, output: RequestOutput) -> None:
-        self._num_prompt += len(output.prompt_token_ids)
-        self._num_cached += output.num_cached_tokens
+    def each(self, index: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """Yield the completions of a prompt, each with its number among all of the request."""
+        if output.finished:
+            self._num_prompt += len(output.prompt_token_ids)
+            self._num_cached += output.num_cached_tokens
+        for one in sorted(output.outputs, key=lambda one: one.index):
+            self._num_completion += len(one.token_ids)
+            yield index * self._per_prompt + one.index, one
 
-    def json(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self._num_prompt,
-            "completion_tokens": self.num_completion,
-            "total_tokens": self._num_prompt + self.num_completion,
+            "completion_tokens": self._num_completion,
+            "total_tokens": self._num_prompt + self._num_completion,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
-
-
-def _number(call: Call, index: int, output: CompletionOutput) -> int:
-    """Return the number of a completion among all of the request."""
-    return index * call.params.n + output.index

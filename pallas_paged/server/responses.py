@@ -252,11 +252,8 @@ class _ResponseAnswer(ParsedAnswer):
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._num_events += 1
-        return {
-            "type": f"response.{kind}",
-            "sequence_number": self._num_events - 1,
-            **fields,
-        }
+        number = self._num_events - 1
+        return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
     def _events(self, parts: Parts) -> list[dict[str, Any]]:
         events = []
@@ -265,7 +262,9 @@ class _ResponseAnswer(ParsedAnswer):
                 continue
             if self._open is None or self._open["type"] != kind:
                 events += [*self._close(), *self._begin(kind)]
-            events.append(self._grow(text))
+            assert self._open is not None
+            self._open["content"][0]["text"] += text
+            events.append(self._text_event("delta", delta=text))
         for call in parts.calls:
             events += self._close()
             item = {"type": "function_call", "id": _id("fc"), "call_id": secrets.token_hex(5)[:9]}
@@ -294,25 +293,20 @@ class _ResponseAnswer(ParsedAnswer):
         item["content"].append(part)
         return [added, self._event("content_part.added", **self._place(), part=dict(part))]
 
-    def _grow(self, text: str) -> dict[str, Any]:
-        assert self._open is not None
-        part = self._open["content"][0]
-        part["text"] += text
-        fields: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-        return self._event(f"{part['type']}.delta", **self._place(), delta=text, **fields)
-
     def _close(self) -> list[dict[str, Any]]:
         if (item := self._open) is None:
             return []
         part = item["content"][0]
-        fields: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-        kind, place = part["type"], self._place()
+        text = self._text_event("done", text=part["text"])
+        whole = self._event("content_part.done", **self._place(), part=dict(part))
         item["status"], self._open = "completed", None
-        return [
-            self._event(f"{kind}.done", **place, text=part["text"], **fields),
-            self._event("content_part.done", **place, part=dict(part)),
-            self._done(item),
-        ]
+        return [text, whole, self._done(item)]
+
+    def _text_event(self, step: str, **fields: str) -> dict[str, Any]:
+        assert self._open is not None
+        kind = self._open["content"][0]["type"]
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        return self._event(f"{kind}.{step}", **self._place(), **fields, **logprobs)
 
     def _added(self, item: dict[str, Any]) -> dict[str, Any]:
         return self._event("output_item.added", output_index=len(self._output), item=dict(item))

@@ -87,15 +87,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found = {"name": base.name, "results": plain[base.name]["results"]}
         return measure_shape(shape, args, with_peers=args.peers) | {"base": found}
 
-    def one_byte(pair: tuple[Shape, str]) -> dict:
-        shape, base = pair
-        return with_floor(shape) | {"base": base}
-
     progress = functools.partial(calls.progress, decode_report.NAMES)
     if "bf16" in args.kv_dtypes:
         cli.measure_each(run["shapes"], shapes, with_floor, progress, run, args)
-    pairs = kv_dtypes.one_byte(shapes, args.kv_dtypes)
-    cli.measure_each(run["one_byte"], pairs, one_byte, progress, run, args)
+    one_byte = kv_dtypes.one_byte(shapes, args.kv_dtypes)
+    cli.measure_each(run["one_byte"], one_byte, with_floor, progress, run, args)
     if "bf16" in args.kv_dtypes and args.options:
         pairs_of_options = select_pairs(args.shapes)
         cli.measure_each(run["options"], pairs_of_options, with_base, progress, run, args)

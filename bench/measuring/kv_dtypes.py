@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from bench.measuring.shapes import Shape
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES
@@ -31,20 +31,7 @@ def with_dtype(shape: Shape, name: str) -> Shape:
     return dataclasses.replace(shape, name=f"{shape.name} {name}", kv_dtype=NAMES[name])
 
 
-def one_byte(shapes: Sequence[Shape], kv_dtypes: Sequence[str]) -> list[tuple[Shape, str]]:
-    """(shape with int8 or fp8 K/V, name of the bf16 shape) for each such dtype in `kv_dtypes`."""
-    return [
-        (with_dtype(shape, name), shape.name)
-        for shape in shapes
-        for name in ONE_BYTE
-        if name in kv_dtypes
-    ]
-
-
-def rows(run: dict) -> Iterator[tuple[dict | None, dict[str, dict]]]:
-    """(bf16 record or None, records by dtype name) of each shape measured with int8 or fp8 K/V."""
-    plain = {record["name"]: record for record in run["shapes"]}
-    for base in dict.fromkeys(record["base"] for record in run["one_byte"]):
-        found = [record for record in run["one_byte"] if record["base"] == base]
-        by_name = {name: r for name in ONE_BYTE for r in found if r["kv_dtype"] == NAMES[name]}
-        yield plain.get(base), by_name
+def one_byte(shapes: Sequence[Shape], kv_dtypes: Sequence[str]) -> list[Shape]:
+    """The shapes with int8 and fp8 K/V, as far as these are in `kv_dtypes`."""
+    names = [name for name in ONE_BYTE if name in kv_dtypes]
+    return [with_dtype(shape, name) for shape in shapes for name in names]

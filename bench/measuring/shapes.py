@@ -244,12 +244,12 @@ class Case:
         return token, row, length
 
 
-def page_tables(shape: Shape, *, seed: int = 0) -> tuple[np.ndarray, int]:
+def page_tables(shape: Shape) -> tuple[np.ndarray, int]:
     """Tables `i32[num_sets, B, N]` of a random permutation of all pages, and their number."""
     blocks = np.array([-(-n // shape.page_size) for n in shape.seq_lens])
     shared = shape.shared_prefix // shape.page_size
     num_pages = shape.num_sets * (shared + int((blocks - shared).sum()))
-    pages = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
+    pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
     pages = pages.reshape(shape.num_sets, -1)
     # Unused entries name a page that exists, because some peers read it.
     tables = np.zeros((shape.num_sets, len(blocks), shape.pages_per_seq), np.int32)
@@ -259,10 +259,10 @@ def page_tables(shape: Shape, *, seed: int = 0) -> tuple[np.ndarray, int]:
     return tables, num_pages
 
 
-def make_case(shape: Shape, *, seed: int = 0) -> Case:
+def make_case(shape: Shape) -> Case:
     """Make random normal data on the device; `write_kv` quantizes it to int8 and fp8 pages."""
-    tables, num_pages = page_tables(shape, seed=seed)
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
+    tables, num_pages = page_tables(shape)
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
     q = normal(keys[0], (sum(shape.q_lens), shape.num_q_heads, shape.head_dim))
     dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
     if shape.itemsize == 1:

@@ -30,7 +30,7 @@ import numpy as np
 from bench.decode.layouts import measure_layouts
 from bench.measuring import calls, cli, profiler, timing
 from bench.measuring.measure import best, best_variant, checked, failed, reason, times_of_kernels
-from bench.measuring.shapes import SHAPES, TINY, Shape, uniform
+from bench.measuring.shapes import SHAPES, TINY, Shape, page_tables, uniform
 from pallas_paged.pages.layout import KVLayout
 
 LAYOUTS: tuple[KVLayout, ...] = ("HPND", "NHD", "HND", "2NHD")  # the default, and those of peers
@@ -60,11 +60,11 @@ def is_decode(shape: Shape) -> bool:
     return max(shape.q_lens) == 1
 
 
-def page_lists(shape: Shape, *, seed: int = 0) -> list[list[np.ndarray]]:
-    """Pages of each row of each set, permuted as in `bench.measuring.shapes.make_case`."""
+def page_lists(shape: Shape) -> list[list[np.ndarray]]:
+    """Pages of each row of each set, those of `make_case`."""
     blocks = [-(-n // shape.page_size) for n in shape.seq_lens]
-    pages = np.random.default_rng(seed).permutation(shape.num_sets * sum(blocks)).astype(np.int32)
-    return [np.split(one, np.cumsum(blocks)[:-1]) for one in pages.reshape(shape.num_sets, -1)]
+    tables, _ = page_tables(shape)
+    return [[row[:n] for row, n in zip(table, blocks, strict=True)] for table in tables]
 
 
 def sample(shape: Shape) -> list[tuple[int, int, int]]:

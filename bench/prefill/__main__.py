@@ -55,14 +55,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     measure = functools.partial(measure_shape, args=args)
     progress = functools.partial(calls.progress, NAMES)
 
-    def one_byte(pair: tuple[Shape, str]) -> dict:
-        shape, base = pair
-        return measure(shape) | {"base": base}
-
     if "bf16" in args.kv_dtypes:
         cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
-    pairs = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], args.kv_dtypes)
-    cli.measure_each(run["one_byte"], pairs, one_byte, progress, run, args)
+    one_byte = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], args.kv_dtypes)
+    cli.measure_each(run["one_byte"], one_byte, measure, progress, run, args)
     print(markdown(run))
     return run
 

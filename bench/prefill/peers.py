@@ -96,7 +96,7 @@ def cudnn_dense(shape: Shape, implementation: str = "cudnn") -> list[Variant]:
     ]
 
 
-def jax_mha(shape: Shape, *, interpret: bool = False) -> list[Variant]:
+def jax_mha(shape: Shape) -> list[Variant]:
     """JAX's Triton attention, causal, over contiguous K/V with heads repeated to match q's.
 
     Raises:
@@ -122,7 +122,6 @@ def jax_mha(shape: Shape, *, interpret: bool = False) -> list[Variant]:
             BlockSizes(block_q=block_q, block_k=block_k),
             num_warps=num_warps,
             num_stages=num_stages,
-            interpret=interpret,
         )
         return out.reshape(q.shape)
 

@@ -43,7 +43,7 @@ def test_int8_and_fp8_without_bf16(bench, dry_run) -> None:
     assert run["shapes"] == [] and [x["name"] for x in run["one_byte"]] == ["tiny int8", "tiny fp8"]
     for found in run["one_byte"]:
         ours = found["results"]["ours"]
-        assert found["base"] == "tiny" and ours["status"] == "ok" and ours["relative_l2"] < 5e-3
+        assert ours["status"] == "ok" and ours["relative_l2"] < 5e-3
     times = [row["kernel us (p10 to p90)"][0] for row in by_column(tables)]
     assert times.count("4.0 (3.6 to 4.4)") == 2
 

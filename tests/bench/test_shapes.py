@@ -14,7 +14,7 @@ from bench.prefill import shapes as prefill_shapes
 
 GIB = 1 << 30
 L2_BYTES = 60e6  # of an H200
-ONE_BYTE = [shape for shape, _ in kv_dtypes.one_byte(SHAPES, ["bf16", "int8", "fp8"])]
+ONE_BYTE = kv_dtypes.one_byte(SHAPES, ["bf16", "int8", "fp8"])
 PARTS = re.compile(r"(\d+)x(\d+)(?: after (\d+))? (\d+)/(\d+)/(\d+)/(\d+)")
 
 

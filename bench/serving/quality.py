@@ -134,33 +134,21 @@ def compare(
 
 
 def measure(
-    model: Decoder,
-    windows: jax.Array,
-    counts: jax.Array,
-    *,
-    page_size: int,
-    implementation: str | None,
+    model: Decoder, windows: jax.Array, counts: jax.Array, **how: Any
 ) -> dict[str, dict[str, float]]:
     """Means per position of the sums of `compare`, for each dtype of K/V against the first.
 
     Args:
         model: with weights of any dtype.
         windows, counts: as `split_windows` returns them.
-        page_size, implementation: as in `hidden_states`.
+        how: page_size and implementation, as in `hidden_states`.
     """
     graphdef, params = nnx.split(model)
     totals = {name: dict.fromkeys(("nats", "top1", "kl"), 0.0) for name in NAMES}
     for tokens, count in zip(windows, counts, strict=True):
         reference = None
         for name in NAMES:
-            hidden = hidden_states(
-                graphdef,
-                params,
-                tokens[:, :-1],
-                kv_dtype=DTYPES[name],
-                page_size=page_size,
-                implementation=implementation,
-            )
+            hidden = hidden_states(graphdef, params, tokens[:, :-1], kv_dtype=DTYPES[name], **how)
             reference = hidden if reference is None else reference
             sums = compare(graphdef, params, hidden, reference, tokens[:, 1:], count)
             for key, value in sums.items():

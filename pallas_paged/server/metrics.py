@@ -52,7 +52,7 @@ _COUNTERS = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """What the server counts, and the newest snapshot of what the engine counts.
 
     Attributes:
@@ -62,12 +62,12 @@ class Metrics:
     def __init__(self, engine: AsyncEngine, model_name: str):
         """Start at zero; `model_name` is a label of all metrics."""
         self.error: EngineDeadError | None = None
-        self._engine = engine
+        self._engine, self._model_name = engine, model_name
+        self._stats: EngineStats | None = None  # the newest
         self._refresh: asyncio.Task[None] | None = None
         self._refresh_time = -math.inf
         self._registry = CollectorRegistry()
-        self._stats = _StatsCollector(model_name)
-        self._registry.register(self._stats)
+        self._registry.register(self)
         labels = {"model_name": model_name}
         ended = Counter(
             f"{PREFIX}request_success",
@@ -152,40 +152,34 @@ class Metrics:
 
     async def _ask(self) -> None:
         try:
-            self._stats.newest = await self._engine.stats()
+            self._stats = await self._engine.stats()
             self._refresh_time = time.monotonic()
         except EngineDeadError as error:
-            self._stats.is_alive, self.error = False, error
+            self.error = error
         except RuntimeError:
             pass  # it has shut down
 
-
-class _StatsCollector(Collector):
-    """Makes metrics of the newest `EngineStats`."""
-
-    def __init__(self, model_name: str):
-        self.newest: EngineStats | None = None
-        self.is_alive = True
-        self._model_name = model_name
-
     def collect(self) -> Iterator[Metric]:
+        """Yield what the engine counts, for the registry."""
+
         def metric(family: Any, name: str, text: str, value: float) -> Metric:
             made = family(PREFIX + name, text, labels=["model_name"])
             made.add_metric([self._model_name], value)
             return made
 
         up = "1, or 0 for a dead engine."
-        yield metric(GaugeMetricFamily, "engine_up", up, float(self.is_alive))
-        if self.newest is not None:
-            for family, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-                for name, (field, text) in metrics.items():
-                    yield metric(family, name, text, getattr(self.newest, field))
-            accepted = CounterMetricFamily(
-                f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
-                "Drafts that were right, by their place behind the newest token.",
-                labels=["model_name", "position"],
-            )
-            each = self.newest.spec_decode_num_accepted_tokens_per_pos
-            for position, count in enumerate(each):
-                accepted.add_metric([self._model_name, str(position)], count)
-            yield accepted
+        yield metric(GaugeMetricFamily, "engine_up", up, float(self.error is None))
+        if self._stats is None:
+            return
+        for family, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (field, text) in metrics.items():
+                yield metric(family, name, text, getattr(self._stats, field))
+        accepted = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were right, by their place behind the newest token.",
+            labels=["model_name", "position"],
+        )
+        each = self._stats.spec_decode_num_accepted_tokens_per_pos
+        for position, count in enumerate(each):
+            accepted.add_metric([self._model_name, str(position)], count)
+        yield accepted

@@ -22,6 +22,7 @@ from pallas_paged.decoder.kernels.batch_config import (
     clusters_at_once,
     decoder_batch_config,
 )
+from pallas_paged.decoder.kernels.operands import BlockWeights
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.kernels.decode_states import DecodeStates
@@ -48,31 +49,6 @@ _FASTER = (
     (range(1024, 4097), range(2, 129)),
     (range(1024, 1025), range(129, 257)),
 )
-
-
-@pytree
-class BlockWeights:
-    """Weights from the output projection of a layer to the QKV projection of the next.
-
-    Attributes:
-        o: `[E, A]`, the output projection.
-        o_bias: `[E]` or None.
-        mlp_norm: `[E]`.
-        gate_up: `[F, 2, E]`, pairs of rows of gate and up.
-        down: `[E, F]`.
-        out_norm: `[E]`, the norm of the next layer, or the final one.
-        qkv: `[N, E]`, the QKV projection of the next layer, or None after the last.
-        qkv_bias: `[N]` or None.
-    """
-
-    o: jax.Array
-    mlp_norm: jax.Array
-    gate_up: jax.Array
-    down: jax.Array
-    out_norm: jax.Array
-    qkv: jax.Array | None = None
-    o_bias: jax.Array | None = None
-    qkv_bias: jax.Array | None = None
 
 
 @pytree
@@ -324,12 +300,7 @@ def _kernel(
                 attended if isinstance(attended, DecodeStates) else matrix(attended),
                 matrix(x),
                 mailboxes,
-                o=weights.o,
-                mlp_norm=weights.mlp_norm,
-                gate_up=weights.gate_up,
-                down=weights.down,
-                out_norm=weights.out_norm,
-                qkv=weights.qkv,
+                weights,
                 eps=eps,
                 config=config,
                 interpret=interpret,

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.ragged_tiles import Tiles, cdiv, div, make_tiles, num_tiles
+from pallas_paged.kernels.ragged_tiles import Tiles, Tiling, cdiv, div, make_tiles
 from pallas_paged.pages.prefix_sums import prefix_sums
 
 # Cost of one more work item of a tile, in blocks: a partial state is written and read again.
@@ -56,18 +56,11 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanShape:
+class PlanShape(Tiling):
     """Static sizes of a plan.
 
     Attributes:
         num_seqs, num_tokens, max_kv_len: sizes of the call.
-        group: packed query rows of a token.
-        block_q, block_k: packed query rows of a tile, and keys of a block.
-        options: of the logits; only the sliding window matters here.
-        has_tree: whether queries see keys by a tree mask.
-        align: tiles start at multiples of it among all packed tokens. The first tile of a sequence
-            may therefore begin before the sequence; those tokens have negative offsets. With
-            `align > 1` the group is 1.
         num_programs: programs that run at the same time.
         fixed_split_size: None, or keys after which a sequence of one tile is split.
     """
@@ -75,14 +68,8 @@ class PlanShape:
     num_seqs: int
     num_tokens: int
     max_kv_len: int
-    group: int
-    block_q: int
-    block_k: int
-    options: LogitOptions
-    has_tree: bool
     num_programs: int
     fixed_split_size: int | None
-    align: int = 1
 
     @classmethod
     def of(cls, arrays: Arrays, config: Any, options: LogitOptions, **sizes: int) -> PlanShape:
@@ -102,7 +89,7 @@ class PlanShape:
     @property
     def num_tiles(self) -> int:
         """Tiles for which there is room."""
-        return num_tiles(self.num_seqs, self.num_tokens, self.group, self.block_q, self.align)
+        return self.most_tiles(self.num_seqs, self.num_tokens)
 
     @property
     def num_merges(self) -> int:
@@ -138,18 +125,7 @@ def make_plan(
     shape: PlanShape,
 ) -> Plan:
     """Return the plan of a call."""
-    tiles = make_tiles(
-        seq_lens,
-        cu_q_lens,
-        q_positions,
-        num_tokens=shape.num_tokens,
-        group=shape.group,
-        block_q=shape.block_q,
-        block_k=shape.block_k,
-        options=shape.options,
-        has_tree=shape.has_tree,
-        align=shape.align,
-    )
+    tiles = make_tiles(seq_lens, cu_q_lens, q_positions, shape.num_tokens, shape)
     return _split_tiles(tiles, shape)
 
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, Split, candidates, item_of
-from pallas_paged.kernels.ragged_tiles import Tiles, count_tiles, tile_of
+from pallas_paged.kernels.ragged_tiles import Tiles, tile_of
 
 _FIELDS = [field.name for field in dataclasses.fields(Tiles)]
 _PAIRS = 8192  # pairs of sequences that are compared at once
@@ -120,8 +120,7 @@ def _plan_kernel(
         kv_len = load(seq_lens_ref, index, exists)
         start = load(cu_q_lens_ref, index, exists)
         q_len = load(cu_q_lens_ref, index + 1, exists) - start
-        sizes = dict(group=shape.group, block_q=shape.block_q, align=shape.align)
-        return kv_len, start, q_len, *count_tiles(start, q_len, **sizes)
+        return kv_len, start, q_len, *shape.count_tiles(start, q_len)
 
     # Marks are 0 but where they are set below; and so are the merges.
     tile, in_tiles = indices(num_tiles)
@@ -166,9 +165,7 @@ def _plan_kernel(
     total = jnp.sum(count)
     rest_start = cu_q_lens_ref[num_seqs]
     rest_len = shape.num_tokens - rest_start
-    rest_lead, rest_count = count_tiles(
-        rest_start, rest_len, group=shape.group, block_q=shape.block_q, align=shape.align
-    )
+    rest_lead, rest_count = shape.count_tiles(rest_start, rest_len)
     of_seq, exists = tile < total, tile < total + rest_count
     ordinal = jnp.cumsum(load(scratch.tile_marks, tile, in_tiles)) - 1
     row = load(scratch.rows, ordinal, of_seq)
@@ -177,16 +174,12 @@ def _plan_kernel(
     lead = jnp.where(of_seq, lead, rest_lead)
     tiles = tile_of(
         exists,
+        shape,
         row=row,
         q_start=jnp.where(of_seq, q_start, rest_start),
         q_len=jnp.where(of_seq, q_len, rest_len),
         kv_len=kv_len,
         offset=(end - 1 - tile) * shape.block_q - lead * shape.group,
-        group=shape.group,
-        block_q=shape.block_q,
-        block_k=shape.block_k,
-        options=shape.options,
-        has_tree=shape.has_tree,
     )
     constants = candidates(shape.num_programs)
     lane = jnp.arange(pl.next_power_of_2(len(constants)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,38 @@ def div(a: jax.Array, b: Any) -> jax.Array:
 def cdiv(a: jax.Array, b: Any) -> jax.Array:
     """Return `a / b` rounded up, for `a` of at least 0."""
     return div(a + (b - 1), b)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How queries are divided into tiles, and keys into blocks.
+
+    Attributes:
+        group: packed query rows of a token.
+        block_q, block_k: packed query rows of a tile, and keys of a block.
+        options: of the logits; only the sliding window and causality matter here.
+        has_tree: whether queries see keys by a tree mask.
+        align: tiles start at multiples of it among all packed tokens. The first tile of a sequence
+            may therefore begin before the sequence; those tokens have negative offsets. With
+            `align > 1` the group is 1.
+    """
+
+    group: int
+    block_q: int
+    block_k: int
+    options: LogitOptions
+    has_tree: bool
+    align: int = 1
+
+    def most_tiles(self, num_seqs: int, num_tokens: int) -> int:
+        """Return for how many tiles there is room."""
+        most_seqs = min(num_seqs + 1, num_tokens)
+        return (num_tokens + (self.align - 1) * most_seqs) * self.group // self.block_q + most_seqs
+
+    def count_tiles(self, start: Any, q_len: Any) -> tuple[Any, Any]:
+        """Return tokens before a sequence that are in its first tile, and its number of tiles."""
+        lead = jnp.where(q_len > 0, start % self.align, 0)
+        return lead, cdiv((q_len + lead) * self.group, self.block_q)
 
 
 @pytree
@@ -54,29 +88,39 @@ class Tiles:
     full_hi: jax.Array
 
 
+def for_each_block(
+    body: Callable[[bool, jax.Array, Any], Any], tile: Any, carry: Any, options: LogitOptions
+) -> Any:
+    """Return the carry after `body(masked, block, carry)` for the blocks of a tile.
+
+    Args:
+        body: attends to a block, with a mask if some query does not see some key of it.
+        tile: with `lo`, `full_lo`, `full_hi` and `hi` as in `Tiles`, of one tile.
+    """
+    masked, full = (functools.partial(body, x) for x in (True, False))
+    if options.sliding_window is not None:
+        carry = lax.fori_loop(tile.lo, tile.full_lo, masked, carry)
+    carry = lax.fori_loop(tile.full_lo, tile.full_hi, full, carry)
+    return lax.fori_loop(tile.full_hi, tile.hi, masked, carry)
+
+
 def make_tiles(
     seq_lens: jax.Array,  # i32[B]
     cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
     q_positions: jax.Array | None,  # i32[T]; None: the newest q_len positions of the row
-    *,
     num_tokens: int,
-    group: int,
-    block_q: int,
-    block_k: int,
-    options: LogitOptions,
-    has_tree: bool,
-    align: int = 1,
+    tiling: Tiling,
 ) -> Tiles:
-    """Return the tiles of a call; the arguments are as in `ragged_plan.PlanShape`."""
-    num_seqs = seq_lens.shape[0]
-    tile = jnp.arange(num_tiles(num_seqs, num_tokens, group, block_q, align))
+    """Return the tiles of a call with `num_tokens` packed query tokens."""
+    num_seqs, group, block_q = seq_lens.shape[0], tiling.group, tiling.block_q
+    tile = jnp.arange(tiling.most_tiles(num_seqs, num_tokens))
     order = jnp.argsort(-seq_lens, stable=True)
     rows = jnp.append(order, 0)
     # The tokens that belong to no sequence come last.
     starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
     lens = jnp.append(jnp.diff(cu_q_lens)[order], num_tokens - cu_q_lens[-1])
     kv_lens = jnp.append(seq_lens[order], 0)
-    lead, counts = count_tiles(starts, lens, group=group, block_q=block_q, align=align)
+    lead, counts = tiling.count_tiles(starts, lens)
     ends = prefix_sums(counts)
 
     rank = jnp.searchsorted(ends, tile, side="right", method="compare_all")
@@ -93,45 +137,25 @@ def make_tiles(
 
     return tile_of(
         exists,
+        tiling,
         row=rows[rank],
         q_start=q_start,
         q_len=lens[rank],
         kv_len=kv_lens[rank],
         offset=offset,
-        group=group,
-        block_q=block_q,
-        block_k=block_k,
-        options=options,
-        has_tree=has_tree,
         positions_of=None if q_positions is None else positions_of,
     )
 
 
-def num_tiles(num_seqs: int, num_tokens: int, group: int, block_q: int, align: int) -> int:
-    """Return for how many tiles there is room; the arguments are as in `PlanShape`."""
-    most_seqs = min(num_seqs + 1, num_tokens)
-    return (num_tokens + (align - 1) * most_seqs) * group // block_q + most_seqs
-
-
-def count_tiles(start: Any, q_len: Any, *, group: int, block_q: int, align: int) -> tuple[Any, Any]:
-    """Return tokens before a sequence that are in its first tile, and its number of tiles."""
-    lead = jnp.where(q_len > 0, start % align, 0)
-    return lead, cdiv((q_len + lead) * group, block_q)
-
-
 def tile_of(
     exists: jax.Array,
+    tiling: Tiling,
     *,
     row: jax.Array,
     q_start: jax.Array,
     q_len: jax.Array,
     kv_len: jax.Array,
     offset: jax.Array,
-    group: int,
-    block_q: int,
-    block_k: int,
-    options: LogitOptions,
-    has_tree: bool,
     positions_of: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None,
 ) -> Tiles:
     """Return tiles of `block_q` packed query rows with the blocks of keys that they see.
@@ -141,8 +165,10 @@ def tile_of(
         positions_of: returns the least and the largest position of the queries `first_token` to
             `last_token` of each tile, whose sequence has older keys only. None if the queries are
             the newest tokens of their sequence.
-        Others: as in `Tiles` and `ragged_plan.PlanShape`.
+        Others: as in `Tiles`.
     """
+    group, block_q, block_k = tiling.group, tiling.block_q, tiling.block_k
+    options, has_tree = tiling.options, tiling.has_tree
     q_len, kv_len = jnp.where(exists, q_len, 0), jnp.where(exists, kv_len, 0)
     first_token = jnp.maximum(offset // group, 0)
     last_token = jnp.minimum((offset + block_q - 1) // group, q_len - 1)

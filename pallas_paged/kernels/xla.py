@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions, natural_logits, visible
-from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
+from pallas_paged.kernels.ragged_tiles import Tiles, Tiling, make_tiles
 from pallas_paged.pages.layout import K
 
 
@@ -38,17 +38,14 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
     keys = jnp.arange(arrays.max_kv_len)
     # Tiles of one row each, so that its keys are gathered for many queries at once.
     block_q = min(num_tokens, 64)
-    tiles = make_tiles(
-        arrays.seq_lens,
-        arrays.cu_q_lens,
-        q_positions,
-        num_tokens=num_tokens,
+    tiling = Tiling(
         group=1,
         block_q=block_q,
         block_k=arrays.page_size,
         options=options,
         has_tree=tree_mask is not None,
     )
+    tiles = make_tiles(arrays.seq_lens, arrays.cu_q_lens, q_positions, num_tokens, tiling)
 
     def attend_tile(tile: Tiles) -> tuple[jax.Array, jax.Array]:
         tokens = tile.offset + jnp.arange(block_q)

@@ -81,7 +81,7 @@ def test_one_row_equals_the_separate_steps(splits, stages, dtype):
     mailboxes = new_mailboxes(config, size=512, attended_size=1024, hidden_size=1024)
     assert all((mailbox == EMPTY).all() for mailbox in mailboxes)
     run = partial(one_row.between_attentions, config=config, **INTERPRETED)
-    *results, mailboxes = run(attended, x, mailboxes, **w)
+    *results, mailboxes = run(attended, x, mailboxes, BlockWeights(**w))
     assert_near(results, separate_steps(attended, x, w), rtol=0, stds=0.03)
     # The next call has a clear mailbox, and clears that of this one.
     published = np.asarray(mailboxes[1] != EMPTY)
@@ -108,7 +108,7 @@ def test_rows_equal_the_separate_steps(rows, parts, sizes, num_x_stages):
     attended, x, w = operands(rows, sizes)
     config = batch_config(rows, sizes, num_x_stages=num_x_stages, num_parts=parts)
     run = partial(batch.between_attentions, config=config, **INTERPRETED)
-    *results, _ = run(attended, x, new_counters(), **w)
+    *results, _ = run(attended, x, new_counters(), BlockWeights(**w))
     assert_near(results, separate_steps(attended, x, w))
 
 

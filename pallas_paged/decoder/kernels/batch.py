@@ -41,7 +41,6 @@ from pallas_paged.decoder.kernels.batch_config import (
 from pallas_paged.decoder.kernels.batch_refs import (
     COUNTERS,
     SUMS,
-    BatchInputs,
     BatchOutputs,
     BatchScratch,
     output_types,
@@ -51,6 +50,7 @@ from pallas_paged.decoder.kernels.batch_rms import inverse_rms, sum_squares
 from pallas_paged.decoder.kernels.batch_store import load_rows, store_rows
 from pallas_paged.decoder.kernels.batch_tiles import Product
 from pallas_paged.decoder.kernels.cluster_sums import sum_over_cluster
+from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
@@ -60,7 +60,7 @@ _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 
 
 def _rows_kernel(
-    inputs: BatchInputs,
+    inputs: BlockInputs,
     outputs: BatchOutputs,
     scratch: BatchScratch,
     *,
@@ -69,7 +69,7 @@ def _rows_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: the first warpgroups multiply, one sends weights, one activations."""
-    cluster_size, num_programs = config.cluster_size, config.num_programs
+    weights, cluster_size, num_programs = inputs.weights, config.cluster_size, config.num_programs
     rank = lax.axis_index("rank") if cluster_size > 1 else jnp.int32(0)
     part = lax.div(lax.axis_index("cluster"), config.num_clusters)
     cluster = lax.rem(lax.axis_index("cluster"), config.num_clusters)
@@ -81,19 +81,19 @@ def _rows_kernel(
     dtype, transforms = scratch.x.dtype, wgmma_transforms(scratch.x.dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
     product_of = functools.partial(Product, cluster=cluster, rank=rank, config=config)
-    o = product_of(weight=inputs.o, x=inputs.attended, tiles=config.o)
-    gate_up = product_of(weight=inputs.gate_up, x=outputs.x, tiles=config.gate_up)
-    down = product_of(weight=inputs.down, x=outputs.hidden, tiles=config.down)
+    o = product_of(weight=weights.o, x=inputs.attended, tiles=config.o)
+    gate_up = product_of(weight=weights.gate_up, x=outputs.x, tiles=config.gate_up)
+    down = product_of(weight=weights.down, x=outputs.hidden, tiles=config.down)
     products = [o, gate_up, down]
-    if inputs.qkv is not None:
-        products.append(product_of(weight=inputs.qkv, x=outputs.x, tiles=config.qkv))
+    if weights.qkv is not None:
+        products.append(product_of(weight=weights.qkv, x=outputs.x, tiles=config.qkv))
 
     wait_for_all = functools.partial(
         grid_barrier.wait_for_arrivals, count=num_programs, interpret=interpret
     )
 
     def counter(first):
-        return inputs.counters.at[pl.ds(first + 16 * part, 1)]
+        return inputs.mailbox.at[pl.ds(first + 16 * part, 1)]
 
     def squares_of(group):
         return outputs.squares.at[part * num_consumers + group]
@@ -111,12 +111,7 @@ def _rows_kernel(
 
         def send(index, carry):
             sent, arrived = carry
-            stage = lax.rem(sent, num_stages)
-
-            @pl.when(sent >= num_stages)
-            def _():
-                plgpu.barrier_wait(scratch.free.at[stage])
-
+            stage = ops.free_stage(scratch.free, sent)
             arrived_next = jnp.maximum(arrived, sent - product.num_in_flight + 1)
             wait_for_weights(arrived, arrived_next)
             for to, where in product.copies(index):
@@ -136,10 +131,7 @@ def _rows_kernel(
             stage = lax.rem(sent + index, num_x_stages)
 
             # All have used the stages of the product before, or they would not have arrived.
-            @pl.when(index >= num_x_stages)
-            def _():
-                plgpu.barrier_wait(scratch.x_free.at[stage])
-
+            ops.wait_if(index >= num_x_stages, scratch.x_free.at[stage])
             for i in range(num_consumers):
                 count = min(num_rows - i * GROUP_ROWS, GROUP_ROWS)
                 plgpu.copy_gmem_to_smem(
@@ -277,26 +269,26 @@ def _rows_kernel(
         @pl.when((program == 0) & (part == 0) & (group == 0))
         def _():
             layout = plgpu.Layout.WG_STRIDED((COUNTERS,), vec_size=1)
-            ops.store(inputs.next_counters, ops.full((COUNTERS,), 0, layout, jnp.int32))
+            ops.store(inputs.next_mailbox, ops.full((COUNTERS,), 0, layout, jnp.int32))
 
         used = jnp.int32(0), jnp.int32(0)
-        used, x, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
+        used, x, _ = add_product(o, used, load_own(o, inputs.residual, weights.mlp_norm))
         arrive_with(_MLP_X)
         store(outputs.residual, o.own()[0], x)  # no program waits for it
         used = make_hidden(used)
-        loaded = load_own(down, outputs.residual, inputs.out_norm)
+        loaded = load_own(down, outputs.residual, weights.out_norm)
         arrive_with(_HIDDEN)
         used, x, scaled = add_product(down, used, loaded)
         arrive_with(_OUT_X)
         store(outputs.residual, down.own()[0], x)
-        if inputs.qkv is None:
+        if weights.qkv is None:
             wait_for_all(counter(_OUT_X + group))
         else:
             _, accs = multiply_item(products[3], used)
         # This product is short: squares are loaded while its sums go to other programs.
         summing = sum_own_squares()
         next(summing)
-        if inputs.qkv is not None:
+        if weights.qkv is not None:
             scaled = sum_products(products[3], accs, scratch.weights)
         next(summing, None)
         scaled = (scaled * ops.bcast(load_scale(), scaled)).astype(dtype)
@@ -308,11 +300,7 @@ def _rows_kernel(
         sent = arrived = jnp.int32(0)
         for product in products:
             sent, arrived = send_weights(product, sent, arrived)
-
-        @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
-        def _drain(i):
-            plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
-
+        ops.drain(scratch.free, sent)
         wait_for_weights(arrived, sent)
 
     @pl.when(group == num_consumers + 1)
@@ -328,7 +316,7 @@ def _rows_kernel(
             # Two consumers use activations too fast for this, and sum squares themselves.
             squares = squares_of(0) if product is gate_up and num_consumers == 1 else None
             sent = send_x(product, sent, squares)
-        if inputs.qkv is None:
+        if weights.qkv is None:
             plgpu.barrier_wait(scratch.ready)
 
 
@@ -337,13 +325,8 @@ def between_attentions(
     attended: jax.Array,
     residual: jax.Array,
     counters: tuple[jax.Array, jax.Array],
+    weights: BlockWeights,
     *,
-    o: jax.Array,
-    mlp_norm: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    out_norm: jax.Array,
-    qkv: jax.Array | None,
     eps: float,
     config: DecoderBatchConfig,
     interpret: bool = False,
@@ -356,45 +339,31 @@ def between_attentions(
         attended: bf16 `[R, A]`, with R a multiple of 8 up to 128, or of 16 up to 256.
         residual: bf16 `[R, E]`.
         counters: from `new_counters` or from the call before.
-        o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
-        mlp_norm, out_norm: weights `[E]`.
+        weights: without biases.
         eps: epsilon of the norms.
         config: the config; of one program if interpreted.
     """
     now, after = map(jax.new_ref, counters)
-    inputs = BatchInputs(
+    inputs = BlockInputs(
         attended=attended,
         residual=residual,
-        o=o,
-        mlp_norm=mlp_norm,
-        gate_up=gate_up,
-        down=down,
-        out_norm=out_norm,
-        qkv=qkv,
-        counters=now,
-        next_counters=after,
+        weights=weights,
+        mailbox=now,
+        next_mailbox=after,
     )
-    outputs = output_types(inputs, config)
-    scratch = scratch_types(config, residual.dtype)
     in_clusters: Any = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
-    run = functools.partial(_rows_kernel, eps=eps, config=config, interpret=interpret)
-
-    def body(inputs, outputs):
-        pl.run_scoped(functools.partial(run, inputs, outputs), scratch, collective_axes="wg")
-
-    results = pl.kernel(
-        ops.with_trees(body, inputs, outputs),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        mesh=plgpu.Mesh(
-            grid=(config.num_parts * config.num_clusters,),
-            grid_names=("cluster",),
-            num_threads=config.num_consumers + 2,
-            thread_name="wg",
-            **(in_clusters if config.cluster_size > 1 else {}),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    outputs = ops.run_kernel(
+        functools.partial(_rows_kernel, eps=eps, config=config, interpret=interpret),
+        inputs,
+        output_types(inputs, config),
+        scratch_types(config, residual.dtype),
         name="between_attentions_of_rows",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+        params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        grid=(config.num_parts * config.num_clusters,),
+        grid_names=("cluster",),
+        num_threads=config.num_consumers + 2,
+        thread_name="wg",
+        **(in_clusters if config.cluster_size > 1 else {}),
+    )
     return outputs.residual, outputs.out, (jax.freeze(after), jax.freeze(now))

@@ -1,4 +1,4 @@
-"""Operands, results and shared memory of the kernel between two attentions of several rows."""
+"""Results and shared memory of the kernel between two attentions of several rows."""
 
 from __future__ import annotations
 
@@ -16,27 +16,12 @@ from pallas_paged.decoder.kernels.batch_config import (
     GROUP_ROWS,
     DecoderBatchConfig,
 )
+from pallas_paged.decoder.kernels.operands import BlockInputs
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
 COUNTERS = 128  # elements: 4 counters, each in its own cache line
 SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
-
-
-@pytree
-class BatchInputs:
-    """Arrays or refs to device memory."""
-
-    attended: Any  # [R, A]
-    residual: Any  # [R, E]
-    o: Any  # [E, A]
-    mlp_norm: Any  # [E]
-    gate_up: Any  # [F, 2, E]
-    down: Any  # [E, F]
-    out_norm: Any  # [E]
-    qkv: Any  # [N, E], or None: out is the norm
-    counters: Any  # i32[COUNTERS], a ref
-    next_counters: Any  # of the next call, to be cleared
 
 
 @pytree
@@ -67,16 +52,16 @@ class BatchScratch:
     sent: Any
 
 
-def output_types(inputs: BatchInputs, config: DecoderBatchConfig) -> BatchOutputs:
+def output_types(inputs: BlockInputs, config: DecoderBatchConfig) -> BatchOutputs:
     """Return the types of the results, in device memory."""
     (num_rows, size), dtype = inputs.residual.shape, inputs.residual.dtype
     num_groups = config.num_parts * config.num_consumers
-    out_size = size if inputs.qkv is None else inputs.qkv.shape[0]
+    out_size = size if inputs.weights.qkv is None else inputs.weights.qkv.shape[0]
     return BatchOutputs(
         residual=result_shape((num_rows, size), dtype),
         out=result_shape((num_rows, out_size), dtype),
         x=result_shape((num_rows, size), dtype),
-        hidden=result_shape((num_rows, inputs.gate_up.shape[0]), dtype),
+        hidden=result_shape((num_rows, inputs.weights.gate_up.shape[0]), dtype),
         squares=result_shape((num_groups, -(-config.num_programs // 4), SUMS), jnp.float32),
     )
 

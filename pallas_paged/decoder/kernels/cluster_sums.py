@@ -22,14 +22,7 @@ _BLOCK_BYTES = 2048  # of 8 features: 16 bytes of each thread
 
 def _meet_cluster(barrier: Any) -> None:
     """Wait for the other programs of the cluster."""
-
-    @plgpu.inline_mgpu()
-    def join_warps(_):
-        from jax.experimental.mosaic.gpu import utils
-
-        utils.warpgroup_barrier()
-
-    join_warps()  # one warp arrives at the others
+    ops.inline(lambda utils: utils.warpgroup_barrier())  # one warp arrives at the others
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

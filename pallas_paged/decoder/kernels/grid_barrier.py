@@ -10,6 +10,9 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.mosaic import ops
+
+_FENCE = "fence.proxy.async.global;"
 _MAX_POLLS = 1 << 26  # about a minute
 
 
@@ -25,7 +28,7 @@ def arrive(counter: Any, *, interpret: bool) -> None:
     def add(_, counter):
         from jax.experimental.mosaic.gpu import utils
 
-        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        utils.inline_ptx(_FENCE, has_side_effects=True)
         utils.warpgroup_barrier()
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
             utils.inline_ptx(
@@ -56,24 +59,11 @@ def wait_for_arrivals(counter: Any, count: int, *, interpret: bool) -> None:
                 has_side_effects=True,
             )
         utils.warpgroup_barrier()
-        _fence(utils)
+        utils.inline_ptx(_FENCE, has_side_effects=True)
 
     wait(counter)
 
 
 def fence_async_copies(*, interpret: bool) -> None:
     """Fence the async proxy: later TMA copies of this warpgroup see earlier stores."""
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        from jax.experimental.mosaic.gpu import utils
-
-        _fence(utils)
-
-    fence()
-
-
-def _fence(utils: Any) -> None:
-    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+    ops.inline_ptx(_FENCE, interpret=interpret)

@@ -37,6 +37,7 @@ from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
 from pallas_paged.decoder.kernels.one_row_product import HALF, Product, multiply_by_row
+from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
@@ -46,22 +47,6 @@ from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
 _CLEARED = 256  # elements of a mailbox that a program clears at once
 _PADDING = 64  # elements that are read behind a row
-
-
-@pytree
-class OneRowInputs:
-    """Arrays or refs to device memory."""
-
-    attended: Any  # [1, A], or `DecodeStates` of one row
-    residual: Any  # [1, E]
-    o: Any  # [E, A]
-    mlp_norm: Any  # [E]
-    gate_up: Any  # [F, 2, E]
-    down: Any  # [E, F]
-    out_norm: Any  # [E]
-    qkv: Any  # [N, E], or None: out is the norm
-    mailbox: Any  # i32[W], a ref: results of other programs
-    next_mailbox: Any  # the mailbox of the next call, to be cleared
 
 
 @pytree
@@ -84,7 +69,7 @@ class OneRowScratch:
 
 
 def _block_kernel(
-    inputs: OneRowInputs,
+    inputs: BlockInputs,
     outputs: OneRowOutputs,
     scratch: OneRowScratch,
     *,
@@ -93,14 +78,14 @@ def _block_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
-    program = lax.axis_index("program")
+    program, weights = lax.axis_index("program"), inputs.weights
     num_stages, size = scratch.weights.shape[0], scratch.residual.shape[0]
     dtype, num_in_flight = scratch.x.dtype, config.num_in_flight
     product_of = functools.partial(Product, num_programs=config.num_programs)
-    o = product_of(weight=inputs.o, num_splits=config.o_splits)
-    gate_up = product_of(weight=inputs.gate_up)
-    down = product_of(weight=inputs.down, num_splits=config.down_splits)
-    qkv = None if inputs.qkv is None else product_of(weight=inputs.qkv)
+    o = product_of(weight=weights.o, num_splits=config.o_splits)
+    gate_up = product_of(weight=weights.gate_up)
+    down = product_of(weight=weights.down, num_splits=config.down_splits)
+    qkv = None if weights.qkv is None else product_of(weight=weights.qkv)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
     def send(product, sent):
@@ -108,11 +93,7 @@ def _block_kernel(
             features, split = product.item(program, index)
 
             def send_block(block, sent):
-                stage = lax.rem(sent, num_stages)
-
-                @pl.when(sent >= num_stages)
-                def _():
-                    plgpu.barrier_wait(scratch.free.at[stage])
+                stage = ops.free_stage(scratch.free, sent)
 
                 @pl.when(sent >= num_in_flight)
                 def _():
@@ -167,7 +148,7 @@ def _block_kernel(
 
         return lax.fori_loop(0, product.num_items(program), multiply_item, used)
 
-    hidden_size = inputs.gate_up.shape[0]
+    hidden_size = weights.gate_up.shape[0]
     o_start = hidden_size
     down_start = o_start + config.o_splits * size
     attended_start = down_start + config.down_splits * size
@@ -243,7 +224,7 @@ def _block_kernel(
         clear(inputs.next_mailbox)
         used = multiply(o, 0, load_x=load_attended, store=functools.partial(publish_part, o_start))
         # Loaded before the results of other programs: then nothing waits for them after these.
-        residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(inputs.mlp_norm, vector)
+        residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(weights.mlp_norm, vector)
         add_and_norm(residual, o_start, config.o_splits, norm)
         used = multiply(gate_up, used, load_x=lambda columns: None, store=publish_hidden)
         used = multiply(
@@ -253,7 +234,7 @@ def _block_kernel(
             store=functools.partial(publish_part, down_start),
         )
         residual = plgpu.load(scratch.residual, layout=vector)
-        norm = ops.load(inputs.out_norm, vector)
+        norm = ops.load(weights.out_norm, vector)
         residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
 
         @pl.when(program == 0)
@@ -270,27 +251,16 @@ def _block_kernel(
         sent = jnp.int32(0)
         for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
             sent = send(product, sent)
-
-        @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
-        def _drain(i):
-            plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
-
-        @pl.loop(jnp.maximum(sent - num_in_flight, 0), sent)
-        def _arrive(i):
-            plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
+        ops.drain(scratch.free, sent)
+        ops.drain(scratch.full, sent, num_in_flight)
 
 
 def between_attentions(
     attended: jax.Array | DecodeStates,
     residual: jax.Array,
     mailboxes: tuple[jax.Array, jax.Array],
+    weights: BlockWeights,
     *,
-    o: jax.Array,
-    mlp_norm: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    out_norm: jax.Array,
-    qkv: jax.Array | None,
     eps: float,
     config: DecoderBlockConfig,
     interpret: bool = False,
@@ -301,22 +271,16 @@ def between_attentions(
         attended: `[1, A]` of 16-bit elements, or the states of one row, which are merged here.
         residual: `[1, E]`.
         mailboxes: from `new_mailboxes` or from the call before.
-        o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
-        mlp_norm, out_norm: weights `[E]`.
+        weights: without biases.
         eps: epsilon of the norms.
         config: the config; of one program if interpreted.
     """
-    (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
+    (_, size), dtype, qkv = residual.shape, residual.dtype, weights.qkv
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
-    inputs = OneRowInputs(
+    inputs = BlockInputs(
         attended=attended,
         residual=residual,
-        o=o,
-        mlp_norm=mlp_norm,
-        gate_up=gate_up,
-        down=down,
-        out_norm=out_norm,
-        qkv=qkv,
+        weights=weights,
         mailbox=mailbox,
         next_mailbox=next_mailbox,
     )
@@ -324,7 +288,8 @@ def between_attentions(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
     )
-    columns = max(size, o.shape[1] // config.o_splits, hidden_size // config.down_splits)
+    attended_size, hidden_size = weights.o.shape[1], weights.gate_up.shape[0]
+    columns = max(size, attended_size // config.o_splits, hidden_size // config.down_splits)
     scratch = OneRowScratch(
         weights=plgpu.SMEM(
             (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
@@ -335,30 +300,19 @@ def between_attentions(
         free=plgpu.Barrier(num_barriers=config.num_stages),
     )
 
-    def body(inputs, outputs):
-        def run(scratch):
-            _block_kernel(
-                inputs,
-                outputs,
-                scratch,
-                eps=eps,
-                config=config,
-                interpret=interpret,
-            )
-
-        pl.run_scoped(run, scratch, collective_axes="wg")
-
-    results = pl.kernel(
-        ops.with_trees(body, inputs, outputs),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        mesh=plgpu.Mesh(
-            grid=(config.num_programs,), grid_names=("program",), num_threads=2, thread_name="wg"
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+    outputs = ops.run_kernel(
+        functools.partial(_block_kernel, eps=eps, config=config, interpret=interpret),
+        inputs,
+        outputs,
+        scratch,
         name="between_attentions",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+        params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="wg",
+    )
     return outputs.residual, outputs.out, (jax.freeze(next_mailbox), jax.freeze(mailbox))
 
 

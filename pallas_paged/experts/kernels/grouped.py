@@ -165,12 +165,7 @@ def _grouped_kernel(
             rows = rows_to_copy(inputs.rows, fields[_ROW], num_rows, interpret=interpret)
 
         def send(step, sent):
-            stage = lax.rem(sent, num_stages)
-
-            @pl.when(sent >= num_stages)
-            def _():
-                plgpu.barrier_wait(scratch.free.at[stage])
-
+            stage = ops.free_stage(scratch.free, sent)
             for where, to in copies(fields, column, step, stage):
                 plgpu.copy_gmem_to_smem(where, to, scratch.full.at[stage])
             if rows is not None:
@@ -278,10 +273,7 @@ def _grouped_kernel(
             if inputs.rows is not None:
                 for i in reversed(range(_PENDING)):
                     arrive_with_rows(sent - 1, i)
-
-            @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
-            def _drain(i):
-                plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
+            ops.drain(scratch.free, sent)
 
 
 def activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
@@ -309,26 +301,19 @@ def grouped_product(
     columns = num_columns
     if interpret:  # the interpreter knows nothing of copies past the end
         inputs, columns = _padded(inputs, config, how)
-    out_type = jax.ShapeDtypeStruct((num_rows, columns), inputs.x.dtype)
-    run = functools.partial(_grouped_kernel, config=config, how=how, interpret=interpret)
-    scratch = _scratch_types(config, how, inputs.x.dtype, inputs.rows is not None)
-
-    def body(inputs, out):
-        pl.run_scoped(functools.partial(run, inputs, out), scratch, collective_axes="wg")
-
-    out = pl.kernel(
-        ops.with_trees(body, inputs, out_type),
-        out_type=out_type,
-        mesh=plgpu.Mesh(
-            grid=(config.num_programs,),
-            grid_names=("program",),
-            num_threads=config.num_consumers + 1,
-            thread_name="wg",
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    out = ops.run_kernel(
+        functools.partial(_grouped_kernel, config=config, how=how, interpret=interpret),
+        inputs,
+        jax.ShapeDtypeStruct((num_rows, columns), inputs.x.dtype),
+        _scratch_types(config, how, inputs.x.dtype, inputs.rows is not None),
         name="grouped_product",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
+        params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=config.num_consumers + 1,
+        thread_name="wg",
+    )
     return out[:, :num_columns]
 
 

@@ -174,11 +174,5 @@ def copy_rows(x: Any, rows: jax.Array, first_column: Any, to: Any, *, interpret:
 
 def wait_for_rows(num_pending: int, *, interpret: bool) -> None:
     """Wait until all but the newest groups of copies can be read by wgmma."""
-    if not interpret:
-
-        @plgpu.inline_mgpu()
-        def wait(_):
-            Emitter().effect(f"cp.async.wait_group {num_pending};")
-
-        wait()
+    ops.inline_ptx(f"cp.async.wait_group {num_pending};", interpret=interpret)
     plgpu.commit_smem()

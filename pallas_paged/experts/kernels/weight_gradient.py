@@ -101,12 +101,7 @@ def _gradient_kernel(
         first, count = blocks_of(start, size)
 
         def send(step, sent):
-            stage = lax.rem(sent, _STAGES)
-
-            @pl.when(sent >= _STAGES)
-            def _():
-                plgpu.barrier_wait(scratch.free.at[stage])
-
+            stage = ops.free_stage(scratch.free, sent)
             rows = pl.ds(pl.multiple_of(first + step * WG_ROWS, ALIGN), WG_ROWS)
             full = scratch.full.at[stage]
             for n in range(_CONSUMERS):
@@ -187,10 +182,7 @@ def _gradient_kernel(
         def _send():
             ops.set_max_registers(_REGISTERS[1], action="decrease", interpret=interpret)
             sent, _ = lax.fori_loop(0, num_own, send_item, (jnp.int32(0), item_of(0)))
-
-            @pl.loop(jnp.maximum(sent - _STAGES, 0), sent)
-            def _drain(i):
-                plgpu.barrier_wait(scratch.free.at[lax.rem(i, _STAGES)])
+            ops.drain(scratch.free, sent)
 
 
 @functools.partial(jax.jit, static_argnames=("num_programs", "interpret"))
@@ -204,25 +196,17 @@ def weight_gradient(inputs: Operands, *, num_programs: int, interpret: bool = Fa
             jnp.pad(x, ((0, WG_ROWS), (0, -x.shape[1] % size)))
             for x, size in ((a, _CONSUMERS * WG_ROWS), (b, columns))
         )
-    given = Operands(a=a, b=b, starts=inputs.starts, sizes=inputs.sizes)
-    out_type = jax.ShapeDtypeStruct((num_groups * a.shape[1], b.shape[1]), a.dtype)
-    run = functools.partial(_gradient_kernel, num_programs=num_programs, interpret=interpret)
-    scratch = _scratch_types(columns, a.dtype)
-
-    def body(inputs, out):
-        pl.run_scoped(functools.partial(run, inputs, out), scratch, collective_axes="wg")
-
-    out = pl.kernel(
-        ops.with_trees(body, given, out_type),
-        out_type=out_type,
-        mesh=plgpu.Mesh(
-            grid=(num_programs,),
-            grid_names=("program",),
-            num_threads=_CONSUMERS + 1,
-            thread_name="wg",
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    out = ops.run_kernel(
+        functools.partial(_gradient_kernel, num_programs=num_programs, interpret=interpret),
+        Operands(a=a, b=b, starts=inputs.starts, sizes=inputs.sizes),
+        jax.ShapeDtypeStruct((num_groups * a.shape[1], b.shape[1]), a.dtype),
+        _scratch_types(columns, a.dtype),
         name="grouped_weight_gradient",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(given))
+        params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        grid=(num_programs,),
+        grid_names=("program",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="wg",
+    )
     return out.reshape(num_groups, -1, out.shape[1])[:, :k, :n]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 from jax import lax
@@ -70,12 +70,11 @@ def merge_latent(
     """
     num_tiles, _, _, head_dim = partials.out.shape
     group, layout = num_q_heads // num_tiles, heads_layout(shape.rows, shape.columns)
-    inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
     results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
 
-    def body(partials: Any, merges_ref: Any, sinks_ref: Any, results: Any) -> None:
-        out_ref, lse_ref = results
+    def body(inputs, _):
+        partials, merges_ref, sinks_ref, (out_ref, lse_ref) = inputs
         program, tile, merge = (lax.axis_index(x) for x in ("program", "head_tile", "merge"))
         num_parts = head_dim // shape.columns
         row = lax.div(program, num_parts) * shape.rows
@@ -107,21 +106,16 @@ def merge_latent(
             if lse_ref is not None:  # all parts have the same
                 mosaic_ops.store(lse_ref.at[rows], lse)
 
-    pl.kernel(
-        mosaic_ops.with_trees(body, *inputs, results),
-        out_type=(),
-        mesh=plgpu.Mesh(
-            # CUDA does not limit the last.
-            grid=(
-                most_rows // shape.rows * (head_dim // shape.columns),
-                num_tiles,
-                merges.shape[0],
-            ),
-            grid_names=("program", "head_tile", "merge"),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+    num_programs = most_rows // shape.rows * (head_dim // shape.columns)
+    mosaic_ops.run_kernel(
+        body,
+        (partials, merges, sinks, results),
+        (),
         name="mla_attention_merge",
-        interpret=mosaic_ops.interpreter(interpret),
-    )(*jax.tree.leaves((inputs, results)))
+        params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        grid=(num_programs, num_tiles, merges.shape[0]),  # CUDA does not limit the last
+        grid_names=("program", "head_tile", "merge"),
+    )
     out_ref, lse_ref = results
     return out_ref[...], None if lse_ref is None else lse_ref[...]

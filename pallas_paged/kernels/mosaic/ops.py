@@ -5,6 +5,7 @@ Modules with their own PTX branch on `interpret` as well.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -50,6 +51,45 @@ def with_trees(body: Callable[..., None], *trees: Any) -> Callable[..., None]:
         body(*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :])
 
     return flat_body
+
+
+def run_kernel(
+    body: Callable[..., None],
+    inputs: Any,
+    outputs: Any,
+    scratch: Any = None,
+    *,
+    name: str,
+    params: plgpu.CompilerParams,
+    interpret: bool,
+    **mesh: Any,
+) -> Any:
+    """Return the results of a kernel, arrays in a tree like `outputs`.
+
+    Args:
+        body: function of trees of refs: inputs, outputs and, where it has any, scratch.
+        inputs: a tree of arrays, and of references that the kernel writes as well.
+        outputs: a tree of types.
+        scratch: a tree of types in shared memory, which all warpgroups of a program share.
+        mesh: of `plgpu.Mesh`.
+    """
+
+    def scoped(inputs: Any, outputs: Any) -> None:
+        run = functools.partial(body, inputs, outputs)
+        if scratch is None:
+            run()
+        else:
+            pl.run_scoped(run, scratch, collective_axes=mesh.get("thread_name", ()))
+
+    results = pl.kernel(
+        with_trees(scoped, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        mesh=plgpu.Mesh(**mesh),
+        compiler_params=params,
+        name=name,
+        interpret=interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    return jax.tree.unflatten(jax.tree.structure(outputs), results)
 
 
 def shared_memory_bytes(types: Any, params: plgpu.CompilerParams) -> int:
@@ -265,6 +305,50 @@ def wgmma_many(
             plgpu.wgmma(refs[i], make(), b)
 
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
+
+
+def inline(emit: Callable[[Any], None], *, interpret: bool = False) -> None:
+    """Run what `emit(utils)` emits by Mosaic's utilities; interpreted kernels leave it out."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def run(_):
+        from jax.experimental.mosaic.gpu import utils
+
+        emit(utils)
+
+    run()
+
+
+def inline_ptx(code: str, *, interpret: bool = False) -> None:
+    """Run PTX without operands for its effects; interpreted kernels leave it out."""
+    inline(lambda utils: utils.inline_ptx(code, has_side_effects=True), interpret=interpret)
+
+
+def wait_if(condition: Any, barrier: Any) -> None:
+    """Wait at a barrier where a condition holds."""
+    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
+
+
+def free_stage(free: Any, sent: Any) -> jax.Array:
+    """Return the stage of a ring that block number `sent` goes to, once it is free.
+
+    Args:
+        free: a barrier for each stage, complete when a block there has been used.
+    """
+    stage = lax.rem(sent, free.shape[0])
+    wait_if(sent >= free.shape[0], free.at[stage])
+    return stage
+
+
+def drain(barriers: Any, sent: Any, count: int | None = None) -> None:
+    """Wait for the last of `sent` blocks of a ring, one of each stage or `count` of them."""
+    num_stages = barriers.shape[0]
+
+    @pl.loop(jnp.maximum(sent - (count or num_stages), 0), sent)
+    def _(i):
+        plgpu.barrier_wait(barriers.at[lax.rem(i, num_stages)])
 
 
 def set_max_registers(n: int, *, action: Literal["increase", "decrease"], interpret: bool) -> None:

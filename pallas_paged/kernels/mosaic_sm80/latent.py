@@ -23,8 +23,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
@@ -94,34 +92,32 @@ def latent_attention(
         ),
         lse=lse_type if with_lse else None,
     )
-    scratch = scratch_types(arrays, config)
 
-    def body(inputs, outputs):
-        def run(scratch):
-            RaggedProgram(
-                inputs=inputs,
-                outputs=outputs,
-                scratch=scratch,
-                options=options,
-                num_q_heads=num_q_heads,
-                q_dtype=arrays.q.dtype,
-                kv_dtype=arrays.k_pages.dtype,
-                num_tiles=num_tiles,
-                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
-                interpret=interpret,
-            ).run()
+    def body(inputs, outputs, scratch):
+        RaggedProgram(
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            options=options,
+            num_q_heads=num_q_heads,
+            q_dtype=arrays.q.dtype,
+            kv_dtype=arrays.k_pages.dtype,
+            num_tiles=num_tiles,
+            causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+            interpret=interpret,
+        ).run()
 
-        pl.run_scoped(run, scratch)
-
-    results = pl.kernel(
-        mosaic_ops.with_trees(body, inputs, outputs),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        mesh=plgpu.Mesh(grid=(plan.items.shape[0] * num_tiles,), grid_names=("program",)),
-        compiler_params=ops.COMPILER_PARAMS,
+    outputs = mosaic_ops.run_kernel(
+        body,
+        inputs,
+        outputs,
+        scratch_types(arrays, config),
         name="mla_attention",
-        interpret=mosaic_ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+        params=ops.COMPILER_PARAMS,
+        interpret=interpret,
+        grid=(plan.items.shape[0] * num_tiles,),
+        grid_names=("program",),
+    )
     out, lse = merge_latent(
         outputs.out,
         outputs.lse,

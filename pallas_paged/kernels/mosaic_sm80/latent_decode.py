@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
@@ -147,40 +146,38 @@ def latent_decode(
         out=result_shape((*states, head_dim), jnp.float32),
         lse=result_shape(states, jnp.float32),
     )
-    scratch = scratch_types(arrays, config)
 
-    def body(inputs, lens, partials):
-        seq_lens, unit_ends = lens
+    def body(given, partials, scratch):
+        inputs, (seq_lens, unit_ends) = given
+        DecodeProgram(
+            inputs=inputs,
+            seq_lens=seq_lens,
+            unit_ends=unit_ends,
+            partials=partials,
+            scratch=scratch,
+            options=options,
+            num_q_heads=num_q_heads,
+            q_dtype=arrays.q.dtype,
+            kv_dtype=arrays.k_pages.dtype,
+            causal=True,
+            plan=plan,
+            interpret=interpret,
+        ).run()
 
-        def run(scratch):
-            DecodeProgram(
-                inputs=inputs,
-                seq_lens=seq_lens,
-                unit_ends=unit_ends,
-                partials=partials,
-                scratch=scratch,
-                options=options,
-                num_q_heads=num_q_heads,
-                q_dtype=arrays.q.dtype,
-                kv_dtype=arrays.k_pages.dtype,
-                causal=True,
-                plan=plan,
-                interpret=interpret,
-            ).run()
-
-        pl.run_scoped(run, scratch)
-
-    out, lse = pl.kernel(
-        mosaic_ops.with_trees(body, inputs, lens, partials),
-        out_type=(partials.out, partials.lse),
-        mesh=plgpu.Mesh(grid=(plan.num_programs,), grid_names=("program",)),
-        compiler_params=ops.COMPILER_PARAMS,
+    partials = mosaic_ops.run_kernel(
+        body,
+        (inputs, lens),
+        partials,
+        scratch_types(arrays, config),
         name="mla_attention",
-        interpret=mosaic_ops.interpreter(interpret),
-    )(*jax.tree.leaves((inputs, lens)))
+        params=ops.COMPILER_PARAMS,
+        interpret=interpret,
+        grid=(plan.num_programs,),
+        grid_names=("program",),
+    )
     decode_states = DecodeStates(
-        out=out,
-        lse=lse,
+        out=partials.out,
+        lse=partials.lse,
         unit_ends=lens[1],
         sinks=arrays.sinks,
         plan=plan,

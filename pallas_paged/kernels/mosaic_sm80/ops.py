@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.kernels.logits import dot
+from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile, swizzle
 
 _plgpu: Any = plgpu  # older versions of JAX lack some of its names
@@ -71,45 +72,22 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
 def barrier(*, interpret: bool) -> None:
     """Wait for all threads of the program, which then see one another's writes to shared memory."""
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def sync(_):
-        from jax.experimental.mosaic.gpu import utils
-
-        utils.warpgroup_barrier()
-
-    sync()
+    mosaic_ops.inline(lambda utils: utils.warpgroup_barrier(), interpret=interpret)
 
 
 def commit_copies(*, interpret: bool) -> None:
     """Make a group of the asynchronous copies that the threads started since the last one."""
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def commit(_):
-        from jax.experimental.mosaic.gpu import utils
-
-        utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-    commit()
+    mosaic_ops.inline_ptx("cp.async.commit_group;", interpret=interpret)
 
 
 def wait_for_copies(num_pending: int, *, interpret: bool) -> None:
     """Wait until at most the newest `num_pending` groups are on their way; then for all threads."""
-    if interpret:
-        return
 
-    @plgpu.inline_mgpu()
-    def wait(_):
-        from jax.experimental.mosaic.gpu import utils
-
+    def wait(utils):
         utils.inline_ptx(f"cp.async.wait_group {num_pending};", has_side_effects=True)
         utils.warpgroup_barrier()
 
-    wait()
+    mosaic_ops.inline(wait, interpret=interpret)
 
 
 def transforms(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:

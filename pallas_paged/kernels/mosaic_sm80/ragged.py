@@ -22,8 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
@@ -96,40 +94,35 @@ def ragged_paged_attention(
         interpret=interpret,
     )
 
-    def body(inputs, outputs):
-        def run(scratch):
-            num_warpgroups = config.num_warpgroups
-            Program(
-                inputs=inputs,
-                outputs=outputs,
-                scratch=scratch,
-                options=options,
-                config=config,
-                group=group,
-                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
-                wg=lax.axis_index("wg") if num_warpgroups == 2 else 0,
-                interpret=interpret,
-            ).run()
-
-        pl.run_scoped(run, scratch, collective_axes="wg" if config.num_warpgroups == 2 else ())
+    def body(inputs, outputs, scratch):
+        Program(
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            options=options,
+            config=config,
+            group=group,
+            causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+            wg=lax.axis_index("wg") if config.num_warpgroups == 2 else 0,
+            interpret=interpret,
+        ).run()
 
     threads: dict[str, Any] = {}
     if config.num_warpgroups == 2:
         threads = {"num_threads": 2, "thread_name": "wg"}
-    results = pl.kernel(
-        wgmma_ops.with_trees(body, inputs, outputs),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        mesh=plgpu.Mesh(
-            # Parts of a result, and behind them the heads of an item, are neighbours.
-            grid=(plan.items.shape[0] * num_kv_heads * result_columns(v_head_dim)[0],),
-            grid_names=("program",),
-            **threads,
-        ),
-        compiler_params=COMPILER_PARAMS,
+    outputs = wgmma_ops.run_kernel(
+        body,
+        inputs,
+        outputs,
+        scratch,
         name="ragged_paged_attention",
-        interpret=wgmma_ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+        params=COMPILER_PARAMS,
+        interpret=interpret,
+        # Parts of a result, and behind them the heads of an item, are neighbours.
+        grid=(plan.items.shape[0] * num_kv_heads * result_columns(v_head_dim)[0],),
+        grid_names=("program",),
+        **threads,
+    )
     out, lse = merge_ragged(
         outputs.out,
         outputs.lse,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, THREADS, WARPGROUP, Emitter
 from pallas_paged.kernels.mosaic_sm80.ops import SCALAR
@@ -92,25 +93,13 @@ def put(ref: Any, x: jax.Array, *, interpret: bool) -> None:
 
 def wait_for_own_copies(*, interpret: bool) -> None:
     """Wait for all copies that the thread has started; others see them after a barrier."""
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(_):
-        Emitter().effect("cp.async.wait_all;")
-
-    wait()
+    mosaic_ops.inline_ptx("cp.async.wait_all;", interpret=interpret)
 
 
 def program_barrier(num_warpgroups: int) -> None:
     """Wait for all threads of the program."""
-
-    @plgpu.inline_mgpu()
-    def sync(_):
-        # The compiler uses barriers 0 to 2.
-        Emitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
-
-    sync()
+    # The compiler uses barriers 0 to 2.
+    mosaic_ops.inline_ptx(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
 
 
 def init_turns(turns: Any, warpgroup: Any, *, interpret: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,6 @@ def merge_ragged(
     """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles."""
     num_kv_heads, _, num_rows, head_dim = partials.out.shape
     num_parts, num_columns = result_columns(head_dim)
-    inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
     results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
     buffers = (
@@ -49,8 +46,8 @@ def merge_ragged(
         plgpu.SMEM((_ROWS,), jnp.int32),
     )
 
-    def run(partials, merges_ref, sinks_ref, results, buffers):
-        out_ref, lse_ref = results
+    def body(inputs, _, buffers):
+        partials, merges_ref, sinks_ref, (out_ref, lse_ref) = inputs
         buffer, row_index = buffers
         tile, kv_head, merge = (lax.axis_index(name) for name in ("tile", "kv_head", "merge"))
         part = 0
@@ -89,22 +86,17 @@ def merge_ragged(
                 interpret=interpret,
             )
 
-    def body(partials: Any, merges_ref: Any, sinks_ref: Any, results: Any) -> None:
-        pl.run_scoped(
-            lambda *buffers: run(partials, merges_ref, sinks_ref, results, buffers), *buffers
-        )
-
-    pl.kernel(
-        wgmma_ops.with_trees(body, *inputs, results),
-        out_type=(),
-        mesh=plgpu.Mesh(
-            # CUDA does not limit the last.
-            grid=(num_rows // _ROWS * num_parts, num_kv_heads, merges.shape[0]),
-            grid_names=("tile", "kv_head", "merge"),
-        ),
-        compiler_params=ops.COMPILER_PARAMS,
+    wgmma_ops.run_kernel(
+        body,
+        (partials, merges, sinks, results),
+        (),
+        buffers,
         name="ragged_paged_attention_merge",
-        interpret=wgmma_ops.interpreter(interpret),
-    )(*jax.tree.leaves((inputs, results)))
+        params=ops.COMPILER_PARAMS,
+        interpret=interpret,
+        # CUDA does not limit the last.
+        grid=(num_rows // _ROWS * num_parts, num_kv_heads, merges.shape[0]),
+        grid_names=("tile", "kv_head", "merge"),
+    )
     out_ref, lse_ref = results
     return out_ref[...], None if lse_ref is None else lse_ref[...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     columns_of_part,
     store_rows,
 )
+from pallas_paged.kernels.ragged_tiles import for_each_block
 from pallas_paged.pages.layout import K, V
 
 _COLUMN = ROWS.reduce(0)
@@ -291,15 +291,9 @@ class Program:
             self.turn(self.wg)
             return s
 
-        attend_full = functools.partial(attend_block, False)
-        attend_masked = functools.partial(attend_block, True)
         s = lax.cond(work.lo < work.hi, first_logits, no_logits)
         state = (*empty_state(rows.count, columns.size), s)
-        if options.sliding_window is not None:
-            state = lax.fori_loop(work.lo, work.full_lo, attend_masked, state)
-        state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
-        m_i, l_i, acc, _ = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
-
+        m_i, l_i, acc, _ = for_each_block(attend_block, work, state, options)
         if scratch.turns is not None:
             pl.when((self.wg == 0) & (work.lo < work.hi))(lambda: self.turn(1))
 

@@ -128,10 +128,7 @@ def _keys_kernel(
         k, v = scratch.k.at[mine], scratch.v.at[mine]
         head_dim = k.shape[1]
         zeros = ops.full((_WG, head_dim), 0.0, ops.WGMMA)
-
-        @pl.when(num_blocks > 0)
-        def _():
-            plgpu.barrier_wait(scratch.kv_full)
+        ops.wait_if(num_blocks > 0, scratch.kv_full)
 
         def add(masked, block, sums):
             dk, dv = sums
@@ -204,13 +201,7 @@ def _produce(inputs: BackwardInputs, scratch: KeysScratch, work: Work, head: jax
 
     @pl.loop(work.lo, work.hi)
     def _(block):
-        now = block - work.lo
-        stage = lax.rem(now, num_stages)
-
-        @pl.when(now >= num_stages)
-        def _():
-            plgpu.barrier_wait(scratch.free.at[stage])
-
+        stage = ops.free_stage(scratch.free, block - work.lo)
         where = pl.ds(pl.multiple_of(work.origin + block * BLOCK_Q, BLOCK_Q), BLOCK_Q)
         rows.send(scratch, stage, kv_head=head, where=where)
 

@@ -30,6 +30,7 @@ from pallas_paged.kernels.mosaic_sm90.backward_keys import (
 )
 from pallas_paged.kernels.mosaic_sm90.backward_rows import ROWS
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.ragged_tiles import for_each_block
 
 _CONSUMERS = 2
 _WG = ROWS // _CONSUMERS
@@ -173,12 +174,8 @@ def _queries_kernel(
             plgpu.barrier_arrive(ring.k_free.at[stage])
             return dq
 
-        add_masked, add_full = (functools.partial(add, masked) for masked in (True, False))
-        dq = ops.full((_WG, head_dim), 0.0, ops.WGMMA)
-        if options.sliding_window is not None:
-            dq = lax.fori_loop(work.lo, work.full_lo, add_masked, dq)
-        dq = lax.fori_loop(work.full_lo, work.full_hi, add_full, dq)
-        dq = lax.fori_loop(work.full_hi, work.hi, add_masked, dq)
+        zeros = ops.full((_WG, head_dim), 0.0, ops.WGMMA)
+        dq = for_each_block(add, work, zeros, options)
         q[...] = (dq * options.sm_scale).astype(output.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, output.at[head, rows_of(wg)])

@@ -91,11 +91,7 @@ class ConvertedRows:
                 (self.k, ring.k, ring.k_full, ring.k_free),
                 (self.v, ring.v, ring.v_full, ring.v_free),
             ):
-
-                @pl.when(now >= ring.num_stages)
-                def _(free=free):
-                    plgpu.barrier_wait(free.at[stage])
-
+                ops.wait_if(now >= ring.num_stages, free.at[stage])
                 plgpu.copy_gmem_to_smem(
                     source.at[kv_head, first + block], target.at[stage], full.at[stage]
                 )
@@ -160,7 +156,8 @@ def convert_rows(
     num_programs = _PROGRAMS * config.num_programs
     k_factor = options.only_factor(arrays.alibi_slopes)
 
-    def body(pool, scales, block_tables, blocks, rows):
+    def body(inputs, rows):
+        pool, scales, block_tables, blocks = inputs
         count = 2 * arrays.num_kv_heads * blocks.count[0]
         program = lax.axis_index("program")
 
@@ -190,15 +187,16 @@ def convert_rows(
                         None if rows.k_scales is None else rows.k_scales.at[kv_head, place],
                     )
 
-    results = pl.kernel(
-        ops.with_trees(body, *inputs, rows),
-        out_type=tuple(jax.tree.leaves(rows)),
-        mesh=plgpu.Mesh(grid=(num_programs,), grid_names=("program",)),
-        compiler_params=plgpu.CompilerParams(),
-        interpret=ops.interpreter(interpret),
+    rows = ops.run_kernel(
+        body,
+        inputs,
+        rows,
         name="ragged_convert_rows",
-    )(*jax.tree.leaves(inputs))
-    rows = jax.tree.unflatten(jax.tree.structure(rows), results)
+        params=plgpu.CompilerParams(),
+        interpret=interpret,
+        grid=(num_programs,),
+        grid_names=("program",),
+    )
     return dataclasses.replace(rows, first_block=first_block)
 
 

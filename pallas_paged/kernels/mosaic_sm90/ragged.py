@@ -132,16 +132,6 @@ class _Program:
         plgpu.barrier_wait(self.scratch.q_full.at[stage])
         return self.scratch.mailbox.work_ids[stage]
 
-    def free_stage(self, i: jax.Array) -> jax.Array:
-        """Return the stage of work tile `i`, once it is free."""
-        stage = lax.rem(i, self.config.num_q_stages)
-
-        @pl.when(i >= self.config.num_q_stages)
-        def _():
-            plgpu.barrier_wait(self.scratch.q_free.at[stage])
-
-        return stage
-
     def produce(self) -> None:
         """Send one work tile after another, until none is left; then send -1."""
         scratch, num_q_stages = self.scratch, self.config.num_q_stages
@@ -154,14 +144,14 @@ class _Program:
 
         def produce_next(state):
             i, work_id, kv_iter = state
-            kv_iter = self.send(self.free_stage(i), work_id, kv_iter)
+            kv_iter = self.send(ops.free_stage(scratch.q_free, i), work_id, kv_iter)
             return *scheduler.advance(i, work_id), kv_iter
 
         program = lax.axis_index("program")
         count = self.inputs.work.count[0]
         state = jnp.int32(0), program, jnp.int32(0)
         i, _, kv_iter = lax.while_loop(lambda state: state[1] < count, produce_next, state)
-        stage = self.free_stage(i)
+        stage = ops.free_stage(scratch.q_free, i)
         scratch.mailbox.work_ids[stage] = -1
         for _ in range(q_arrivals(self.tile)):
             plgpu.barrier_arrive(scratch.q_full.at[stage])
@@ -363,36 +353,31 @@ def ragged_paged_attention(
         interpret=interpret,
     )
 
-    def body(inputs, outputs):
-        def run(scratch):
-            _Program(
-                inputs=inputs,
-                outputs=outputs,
-                scratch=scratch,
-                schedule=ScheduleBarrier(barrier=scratch.turn, num_consumers=config.num_consumers),
-                options=options,
-                config=config,
-                tile=tile,
-                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
-                interpret=interpret,
-            ).run()
+    def body(inputs, outputs, scratch):
+        _Program(
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            schedule=ScheduleBarrier(barrier=scratch.turn, num_consumers=config.num_consumers),
+            options=options,
+            config=config,
+            tile=tile,
+            causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+            interpret=interpret,
+        ).run()
 
-        pl.run_scoped(run, scratch, collective_axes="wg")
-
-    # plgpu.kernel takes no refs, and the counter is one.
-    results = pl.kernel(
-        ops.with_trees(body, inputs, outputs),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        mesh=plgpu.Mesh(
-            grid=(config.num_programs,),
-            grid_names=("program",),
-            num_threads=config.num_consumers + (1 if scratch.bytes is None else 2),
-            thread_name="wg",
-        ),
-        compiler_params=COMPILER_PARAMS,
+    outputs = ops.run_kernel(
+        body,
+        inputs,
+        outputs,
+        scratch,
         name="ragged_paged_attention",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+        params=COMPILER_PARAMS,
+        interpret=interpret,
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=config.num_consumers + (1 if scratch.bytes is None else 2),
+        thread_name="wg",
+    )
     out, lse = merge_ragged(outputs, merges, arrays.sinks, tile=tile, interpret=interpret)
     return varying_by_device(out), None if lse is None else varying_by_device(lse)

@@ -18,6 +18,7 @@ from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_b
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, TileRows
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
+from pallas_paged.kernels.ragged_tiles import for_each_block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,13 +206,7 @@ def attend(
         plgpu.barrier_wait(ring.k_full.at[lax.rem(kv_iter, num_stages)])
 
     pl.when(rows.wg == 1)(schedule.wait)
-    attend_full = functools.partial(attend_block, False)
-    attend_masked = functools.partial(attend_block, True)
-    state = empty_state(WG_ROWS, head_dim)
-    if options.sliding_window is not None:
-        state = lax.fori_loop(lo, work.full_lo, attend_masked, state)
-    state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
-    state = lax.fori_loop(work.full_hi, hi, attend_masked, state)
+    state = for_each_block(attend_block, work, empty_state(WG_ROWS, head_dim), options)
     # The other consumer need not wait while this one stores its results, nor this one for its last
     # softmax: the wait comes before the next work tile.
     schedule.arrive()

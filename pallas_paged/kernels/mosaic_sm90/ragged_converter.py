@@ -142,7 +142,7 @@ class Converter:
         """Convert the keys of block number `taken` to number `now`; logits take their scales."""
         source, target = self.source, self.target
         parts = self.load(source.k, source.k_full, source.k_free, taken)
-        stage = _wait_until_free(target.k, target.k_free, now)
+        stage = ops.free_stage(target.k_free, now)
         if self.k_scales is not None:
             for i, values in enumerate(scales):
                 self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values * self.k_factor
@@ -162,7 +162,7 @@ class Converter:
         """Convert the values of block number `taken` to number `now`, times their scales."""
         source, target = self.source, self.target
         parts = self.load(source.v, source.v_full, source.v_free, taken)
-        stage = _wait_until_free(target.v, target.v_free, now)
+        stage = ops.free_stage(target.v_free, now)
         self.store(target.v.at[stage], parts, scales)
         self.zero_unreadable(work, block, stage)
         plgpu.commit_smem()
@@ -249,14 +249,3 @@ class Converter:
     def gather(self, ref: Any, indices: jax.Array) -> jax.Array:
         """Return elements of a ref by flat index."""
         return ops.gather(ref, indices, BYTES_ROW, interpret=self.interpret)
-
-
-def _wait_until_free(blocks: Any, free: Any, now: jax.Array) -> jax.Array:
-    """Return the stage of block number `now`, once it is free."""
-    stage = lax.rem(now, blocks.shape[0])
-
-    @pl.when(now >= blocks.shape[0])
-    def _():
-        plgpu.barrier_wait(free.at[stage])
-
-    return stage

@@ -26,16 +26,15 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
 
 
 def _merge_ragged_kernel(
-    partials: ops.Partials,  # [head tiles, partials, warpgroups, 64, ..]
-    merges_ref,  # i32[num_merges, 5]
-    sinks_ref,  # f32[Hq] or None
-    outputs: RaggedOutputs,
+    inputs: Any,  # `Partials`, merges and sinks of `merge_ragged`, and `RaggedOutputs`
+    no_outputs: Any,
     buffer: Any,  # of `store_buffer`
     *,
     tile: TileShape,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of 64 rows of a split tile."""
+    partials, merges_ref, sinks_ref, outputs = inputs
     head_tile, merge, wg = (lax.axis_index(name) for name in ("head_tile", "merge", "wg"))
     # Every program waits, idle ones too: otherwise the next kernel could start before the attention
     # kernel ends. The wait comes before the first read.
@@ -77,27 +76,20 @@ def merge_ragged(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the final `(out, lse)` of a call: `outputs` with the rows of split tiles."""
     partials, out, lse = outputs.partials, outputs.out, outputs.lse
-    inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
     results = RaggedOutputs(
         out=jax.new_ref(out), partials=None, lse=None if lse is None else jax.new_ref(lse)
     )
-    buffer = store_buffer(num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype)
-
-    def body(*refs):
-        kernel = functools.partial(_merge_ragged_kernel, *refs, tile=tile, interpret=interpret)
-        pl.run_scoped(kernel, buffer)
-
     head_tiles, _, num_warpgroups, *_ = partials.out.shape
-    pl.kernel(
-        ops.with_trees(body, *inputs, results),
-        out_type=(),
-        mesh=plgpu.Mesh(
-            grid=(num_warpgroups, head_tiles, merges.shape[0]),  # CUDA does not limit the last
-            grid_names=("wg", "head_tile", "merge"),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=ops.interpreter(interpret),
+    ops.run_kernel(
+        functools.partial(_merge_ragged_kernel, tile=tile, interpret=interpret),
+        (partials, merges, sinks, results),
+        (),
+        store_buffer(num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype),
         name="ragged_paged_attention_merge",
-    )(*jax.tree.leaves((inputs, results)))
+        params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        grid=(num_warpgroups, head_tiles, merges.shape[0]),  # CUDA does not limit the last
+        grid_names=("wg", "head_tile", "merge"),
+    )
     return results.out[...], None if lse is None else results.lse[...]

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.pages.layout import K, PageLayout, V
 
 
@@ -189,11 +190,7 @@ def stream(
             (K, ring.k, ring.k_full, ring.k_free),
             (V, ring.v, ring.v_full, ring.v_free),
         ):
-
-            @pl.when(kv_iter >= num_stages)
-            def _(free=free):
-                plgpu.barrier_wait(free.at[stage])
-
+            ops.wait_if(kv_iter >= num_stages, free.at[stage])
             for i, page in enumerate(pages):
                 first = lax.rem(block * block_k, page_size) if page_size > tokens_per_copy else 0
                 tokens = pl.ds(first, tokens_per_copy)

@@ -11,14 +11,13 @@ import operator
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
-from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
+from pallas_paged.kernels.ragged_tiles import Tiles, Tiling, for_each_block, make_tiles
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
@@ -129,12 +128,7 @@ def _queries_kernel(
 
     dq = [jnp.zeros((block_q, words.size), jnp.float32) for _ in q_refs]
     d_slopes = None if d_slopes_ref is None else jnp.zeros((block_q,), jnp.float32)
-    carry = dq, d_slopes
-    add_masked, add_full = (functools.partial(add_block, masked) for masked in (True, False))
-    if options.sliding_window is not None:
-        carry = lax.fori_loop(item.lo, item.full_lo, add_masked, carry)
-    carry = lax.fori_loop(item.full_lo, item.full_hi, add_full, carry)
-    dq, d_slopes = lax.fori_loop(item.full_hi, item.hi, add_masked, carry)
+    dq, d_slopes = for_each_block(add_block, item, (dq, d_slopes), options)
 
     row_mask = token < q_len
     q_token = item.q_start + token
@@ -162,17 +156,15 @@ def queries_gradient(
     num_tokens, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
     with jax.named_scope("backward_plan"):
-        tiles = make_tiles(
-            arrays.seq_lens,
-            arrays.cu_q_lens,
-            arrays.q_positions,
-            num_tokens=num_tokens,
+        tiling = Tiling(
             group=group,
             block_q=config.block_q,
             block_k=config.block_k,
             options=options,
             has_tree=arrays.tree_mask is not None,
         )
+        lens = arrays.seq_lens, arrays.cu_q_lens
+        tiles = make_tiles(*lens, arrays.q_positions, num_tokens, tiling)
     operands = one_byte.Operands(
         dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret
     )

@@ -24,7 +24,6 @@ import operator
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -33,6 +32,7 @@ from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import can_plan, plan_by_kernel, plan_types
+from pallas_paged.kernels.ragged_tiles import for_each_block
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.pages import Tokens
@@ -155,15 +155,10 @@ def _ragged_kernel(
         )
         return state, next_pages
 
-    attend_full = functools.partial(attend_block, False)
-    attend_masked = functools.partial(attend_block, True)
     # As in decoding. Longer tiles need the registers for other values.
     next_pages = pages_of(item.lo) if operands.quantized and block_q < 64 else None
     carry = softmax.empty(block_q, words.size, len(dims)), next_pages
-    if options.sliding_window is not None:
-        carry = lax.fori_loop(item.lo, item.full_lo, attend_masked, carry)
-    carry = lax.fori_loop(item.full_lo, item.full_hi, attend_full, carry)
-    carry = lax.fori_loop(item.full_hi, item.hi, attend_masked, carry)
+    carry = for_each_block(attend_block, item, carry, options)
     m_i, l_i, acc = carry[0]
     states = [(m_i * LN_2, l_i, a) for a in acc]
 

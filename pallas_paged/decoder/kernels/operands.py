@@ -1,0 +1,53 @@
+"""Operands of the kernels between two attentions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_paged.checks import pytree
+
+
+@pytree
+class BlockWeights:
+    """Weights from the output projection of a layer to the QKV projection of the next.
+
+    Attributes:
+        o: `[E, A]`, the output projection.
+        o_bias: `[E]` or None.
+        mlp_norm: `[E]`.
+        gate_up: `[F, 2, E]`, pairs of rows of gate and up.
+        down: `[E, F]`.
+        out_norm: `[E]`, the norm of the next layer, or the final one.
+        qkv: `[N, E]`, the QKV projection of the next layer, or None after the last.
+        qkv_bias: `[N]` or None.
+    """
+
+    o: jax.Array
+    mlp_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    out_norm: jax.Array
+    qkv: jax.Array | None = None
+    o_bias: jax.Array | None = None
+    qkv_bias: jax.Array | None = None
+
+
+@pytree
+class BlockInputs:
+    """Arrays or refs to device memory.
+
+    Attributes:
+        attended: `[R, A]`, or `DecodeStates` of one row.
+        residual: `[R, E]`.
+        weights: `BlockWeights` without biases.
+        mailbox: i32, a ref: what the programs of the kernel write for one another.
+        next_mailbox: of the next call, to be cleared.
+    """
+
+    attended: Any
+    residual: Any
+    weights: Any
+    mailbox: Any
+    next_mailbox: Any

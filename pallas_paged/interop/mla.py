@@ -14,13 +14,12 @@ from pallas_paged.attention.options import Implementation
 from pallas_paged.checks import (
     as_array,
     check_flag,
-    checked_array,
     default_promotion,
     static_number,
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.interop.rpa_cache import checked_tables, new_slots
+from pallas_paged.interop.rpa_cache import check_tuning, checked_rows, new_slots
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.quantization import is_quantized
@@ -87,9 +86,7 @@ def mla_ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Write the latents of new tokens into a cache and attend with their queries to it.
 
-    The cache is read in place, and written in place where it is donated. Row b of the batch has the
-    tokens `cu_q_lens[b]:cu_q_lens[b + 1]`, and `kv_lens` counts them. Only the first
-    `distribution[2]` rows are alive: what the arrays hold for others is not used.
+    Rows and the cache are as in `ragged_paged_attention`.
 
     Args:
         ql_nope: f32, bf16 or f16 `[num_q_heads, T, L]`, absorbed queries; or float8_e4m3fn, which
@@ -104,15 +101,9 @@ def mla_ragged_paged_attention(
             padded to multiples of 128: attention reads the padding, and new tokens write zeros
             there. Kernels then see a rotary key of 128 elements; those for 64 alone refuse it, and
             None chooses `"xla"`.
-        kv_lens: i32`[S]`, tokens of each row, the new ones included.
-        page_indices: i32`[S * pages_per_seq]` or `[S, pages_per_seq]`. Entries past a row's pages
-            may hold any integer.
-        cu_q_lens: i32`[S + 1]`.
-        distribution: i32`[3]`. Only its last element, the number of rows, matters here: the kernels
-            need no order of rows.
+        kv_lens, page_indices, cu_q_lens, distribution, sliding_window, soft_cap: as in
+            `ragged_paged_attention`.
         sm_scale: factor of q.k. Static, as all scales are.
-        sliding_window: a query at p sees the keys j with `p - sliding_window < j`, or None.
-        soft_cap: c of `c * tanh(x / c)`, or None.
         q_scale, k_scale: factors of q.k, the dequantization scales of queries and of the cache;
             None means 1.
         v_scale: factor of the result; None means 1.
@@ -131,9 +122,7 @@ def mla_ragged_paged_attention(
         NotImplementedError: `transpose_kv_cache`, or as `pallas_paged.mla_attention`.
         TypeError: an unknown keyword.
     """
-    unknown = tuning.keys() - MlaTuning.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"mla_ragged_paged_attention() got unexpected keyword arguments {unknown}")
+    check_tuning("mla_ragged_paged_attention", tuning, MlaTuning)
     check_flag("head_major", head_major)
     if transpose_kv_cache:
         raise NotImplementedError(f"{transpose_kv_cache=} must be False: tokens must be rows")
@@ -141,10 +130,8 @@ def mla_ragged_paged_attention(
         ql_nope=ql_nope, q_pe=q_pe, new_kv_c=new_kv_c, new_k_pe=new_k_pe, cache_kv=cache_kv
     )
     q_nope, q_pe, c, k_pe, cache = (jnp.asarray(as_array(name, x)) for name, x in given.items())
-    lens = checked_array("kv_lens", kv_lens, jnp.int32)
-    offsets = checked_array("cu_q_lens", cu_q_lens, jnp.int32, (lens.size + 1,))
-    num_seqs = checked_array("distribution", distribution, jnp.int32, (3,))[2]
-    tables = checked_tables(page_indices, lens.size)
+    rows = checked_rows(kv_lens, page_indices, cu_q_lens, distribution)
+    lens, tables, offsets, num_seqs = rows
     sizes = _Sizes.of(q_nope, q_pe, c, k_pe, cache, head_major=head_major)
     scale, q_factor, k_factor, v_factor = (
         1.0 if x is None else static_number(name, x)
@@ -163,8 +150,8 @@ def mla_ragged_paged_attention(
     layer = LayerKV(
         cache.reshape(sizes.pages_shape), k_scales=k_scale_of_new, v_head_dim=v_head_dim
     )
-    num_tokens, (num_pages, page_size, _, _) = c.shape[0], sizes.pages_shape
-    slots = new_slots(num_tokens, num_pages, page_size, lens, tables, offsets, num_seqs)
+    num_pages, page_size, _, _ = sizes.pages_shape
+    slots = new_slots(c.shape[0], num_pages, page_size, *rows)
     layer = write_kv(layer, tokens[:, None], None, slots)
     if quantized:  # scales are factors of logits and of the result instead
         layer = dataclasses.replace(layer, k_scales=one)

@@ -12,13 +12,12 @@ from pallas_paged.attention.entries import ragged_paged_attention as attend
 from pallas_paged.attention.options import Implementation
 from pallas_paged.checks import (
     as_array,
-    checked_array,
     default_promotion,
     static_number,
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.interop.rpa_cache import CacheSizes, checked_tables, new_slots
+from pallas_paged.interop.rpa_cache import CacheSizes, check_tuning, checked_rows, new_slots
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.quantization import is_quantized
@@ -140,18 +139,14 @@ def ragged_paged_attention(
         ValueError: a shape, dtype or option breaks a rule.
         TypeError: an unknown keyword.
     """
-    unknown = tuning.keys() - Tuning.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"ragged_paged_attention() got unexpected keyword arguments {unknown}")
+    check_tuning("ragged_paged_attention", tuning, Tuning)
     if attention_sink is not None and sinks is not None:
         raise TypeError("ragged_paged_attention() got attention_sink twice, once as sinks")
     given = dict(queries=queries, keys=keys, values=values, kv_cache=kv_cache)
     q, k, v, cache = (jnp.asarray(as_array(name, x)) for name, x in given.items())
-    lens = checked_array("kv_lens", kv_lens, jnp.int32)
-    offsets = checked_array("cu_q_lens", cu_q_lens, jnp.int32, (lens.size + 1,))
-    num_seqs = checked_array("distribution", distribution, jnp.int32, (3,))[2]
+    rows = checked_rows(kv_lens, page_indices, cu_q_lens, distribution)
+    lens, tables, offsets, num_seqs = rows
     sizes = CacheSizes.of(q, k, v, cache)
-    tables = checked_tables(page_indices, lens.size)
     k_factor, v_factor = (
         1.0 if scale is None else static_number(name, scale)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
@@ -169,7 +164,7 @@ def ragged_paged_attention(
             k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         layer = LayerKV(pages, None, k_scale_of_new, v_scale_of_new, kv_layout="NH2D")
         num_pages, page_size, _, _ = sizes.pages_shape
-        slots = new_slots(q.shape[0], num_pages, page_size, lens, tables, offsets, num_seqs)
+        slots = new_slots(q.shape[0], num_pages, page_size, *rows)
         pages = write_kv(layer, sizes.padded(k), sizes.padded(v), slots).k_pages
     scale = static_number("sm_scale", sm_scale)
     scales = dict(k_scales=jnp.float32(k_factor), v_scales=jnp.float32(v_factor))

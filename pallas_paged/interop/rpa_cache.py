@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +82,24 @@ class CacheSizes:
         return jnp.pad(x, (0, heads)) if heads else x
 
 
-def checked_tables(page_indices: ArrayLike, num_seqs: int) -> jax.Array:
-    """Return the page indices as i32`[S, pages_per_seq]`."""
+def check_tuning(function: str, tuning: Mapping[str, Any], allowed: Any) -> None:
+    """Raise TypeError unless all keywords are of a `TypedDict` of those that are not used."""
+    unknown = tuning.keys() - allowed.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{function}() got unexpected keyword arguments {unknown}")
+
+
+def checked_rows(
+    kv_lens: ArrayLike, page_indices: ArrayLike, cu_q_lens: ArrayLike, distribution: ArrayLike
+) -> tuple[jax.Array, ...]:
+    """Return the lengths, i32`[S, pages_per_seq]` tables, offsets and number of rows of a call."""
+    lens = checked_array("kv_lens", kv_lens, jnp.int32)
+    offsets = checked_array("cu_q_lens", cu_q_lens, jnp.int32, (lens.size + 1,))
+    num_seqs = checked_array("distribution", distribution, jnp.int32, (3,))[2]
+    return lens, _checked_tables(page_indices, lens.size), offsets, num_seqs
+
+
+def _checked_tables(page_indices: ArrayLike, num_seqs: int) -> jax.Array:
     shape = as_array("page_indices", page_indices).shape
     pages = checked_array("page_indices", page_indices, jnp.int32, shape)
     if not pages.size or pages.size % num_seqs or shape[0] not in (num_seqs, pages.size):

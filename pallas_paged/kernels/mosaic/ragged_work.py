@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.checks import pytree
+from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
@@ -41,6 +42,47 @@ class MergeDescriptor:
     q_start: Any
     q_len: Any
     offset: Any
+
+
+@pytree
+class RaggedOutputs:
+    """Results of a kernel of work items and of its merge: arrays, refs or types.
+
+    Attributes:
+        out: `[T * Hq, D of V]`, or `[T, Hq, D of V]`.
+        partials: of split tiles; None in the merge.
+        lse: f32, as `out` without the last axis; None where it is not wanted.
+    """
+
+    out: Any
+    partials: Any
+    lse: Any
+
+    @classmethod
+    def types(
+        cls, shape: tuple[int, ...], partials: tuple[int, ...], dtype: Any, *, with_lse: bool
+    ) -> RaggedOutputs:
+        """Return the types for shapes of `out` and of `partials.lse`."""
+        # The merge has references to results, which all devices have alike.
+        lse = result_shape(shape[:-1], jnp.float32, varying=False)
+        return cls(
+            out=result_shape(shape, dtype, varying=False),
+            partials=ops.Partials(
+                out=result_shape((*partials, shape[-1]), jnp.float32),
+                lse=result_shape(partials, jnp.float32),
+            ),
+            lse=lse if with_lse else None,
+        )
+
+
+def of_tokens(
+    out: jax.Array, lse: jax.Array | None, num_tokens: int, num_q_heads: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return results of the merge as `(out [T, Hq, D], lse f32[T, Hq])` of a device."""
+    out = varying_by_device(out.reshape(num_tokens, num_q_heads, -1))
+    if lse is not None:
+        lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
+    return out, lse
 
 
 _Descriptor = TypeVar("_Descriptor", WorkDescriptor, MergeDescriptor)

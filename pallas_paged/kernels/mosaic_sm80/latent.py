@@ -24,18 +24,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic.ragged_work import packed_plan
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, of_tokens, packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.latent_decode import MOST_DECODE_HEADS, latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentInputs,
-    LatentOutputs,
     RaggedProgram,
     query_operands,
     scratch_types,
@@ -82,16 +81,8 @@ def latent_attention(
         **row_operands(arrays, options, num_tiles=num_tiles, count=block_q),
     )
     partials = (num_tiles, shape.num_partials, block_q)
-    lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
-    outputs = LatentOutputs(
-        # The merge has references to these two.
-        out=result_shape((num_tokens * num_q_heads, head_dim), arrays.q.dtype, varying=False),
-        partials=mosaic_ops.Partials(
-            out=result_shape((*partials, head_dim), jnp.float32),
-            lse=result_shape(partials, jnp.float32),
-        ),
-        lse=lse_type if with_lse else None,
-    )
+    num_rows = num_tokens * num_q_heads
+    outputs = RaggedOutputs.types((num_rows, head_dim), partials, arrays.q.dtype, with_lse=with_lse)
 
     def body(inputs, outputs, scratch):
         RaggedProgram(
@@ -129,7 +120,4 @@ def latent_attention(
         most_rows=min(block_q, group) if is_decode else block_q,
         interpret=interpret,
     )
-    out = varying_by_device(out.reshape(num_tokens, num_q_heads, head_dim))
-    if lse is not None:
-        lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
-    return out, lse
+    return of_tokens(out, lse, num_tokens, num_q_heads)

@@ -17,7 +17,7 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import (
@@ -51,15 +51,6 @@ class LatentInputs:
     sinks: Any
     positions: Any
     tree_words: Any
-
-
-@pytree
-class LatentOutputs:
-    """Results of the kernel: arrays, refs or types."""
-
-    out: Any  # [T * Hq, D]
-    partials: Partials  # [head tiles, partials, R, ..]
-    lse: Any  # f32[T * Hq], or None where it is not wanted
 
 
 @pytree
@@ -316,7 +307,7 @@ class RaggedProgram(LatentProgram):
         num_tiles: from `head_tiles`.
     """
 
-    outputs: LatentOutputs
+    outputs: RaggedOutputs  # partials [head tiles, partials, R, ..]
     num_tiles: int
 
     def run(self) -> None:

@@ -20,14 +20,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import packed_plan
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, of_tokens, packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
@@ -35,7 +34,6 @@ from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_program import (
     Program,
     RaggedInputs,
-    RaggedOutputs,
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
@@ -74,15 +72,8 @@ def ragged_paged_attention(
         **row_operands(arrays, options, num_tiles=num_kv_heads, count=block_q),
     )
     partials = (num_kv_heads, shape.num_partials, block_q)
-    lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
-    outputs = RaggedOutputs(
-        # The merge has references to these two.
-        out=result_shape((len(inputs.q), v_head_dim), arrays.q.dtype, varying=False),
-        partials=wgmma_ops.Partials(
-            out=result_shape((*partials, v_head_dim), jnp.float32),
-            lse=result_shape(partials, jnp.float32),
-        ),
-        lse=lse_type if with_lse else None,
+    outputs = RaggedOutputs.types(
+        (len(inputs.q), v_head_dim), partials, arrays.q.dtype, with_lse=with_lse
     )
     scratch = scratch_types(
         config,
@@ -132,7 +123,4 @@ def ragged_paged_attention(
         group=group,
         interpret=interpret,
     )
-    out = varying_by_device(out.reshape(num_tokens, num_q_heads, v_head_dim))
-    if lse is not None:
-        lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
-    return out, lse
+    return of_tokens(out, lse, num_tokens, num_q_heads)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
@@ -65,15 +65,6 @@ class RaggedInputs:
 
 
 @pytree
-class RaggedOutputs:
-    """Results of the kernel: arrays, refs or types."""
-
-    out: Any  # [T * Hq, D of V]
-    partials: wgmma_ops.Partials  # [Hkv, partials, R, ..]
-    lse: Any  # f32[T * Hq], or None where it is not wanted
-
-
-@pytree
 class RaggedScratch:
     """Refs in shared memory of a program, or their types."""
 
@@ -119,7 +110,7 @@ class Program:
     """One program of the kernel; `run` runs it."""
 
     inputs: RaggedInputs
-    outputs: RaggedOutputs
+    outputs: RaggedOutputs  # partials [Hkv, partials, R, ..]
     scratch: RaggedScratch
     options: LogitOptions
     config: MosaicSm80RaggedConfig

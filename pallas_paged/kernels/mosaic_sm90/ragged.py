@@ -34,10 +34,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.call import Arrays, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import convert_rows
@@ -55,7 +55,6 @@ from pallas_paged.kernels.mosaic_sm90.ragged_scratch import (
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     CHUNK,
     WG_ROWS,
-    RaggedOutputs,
     TileRows,
     TileShape,
     store_rows,
@@ -72,7 +71,7 @@ class _Program:
     """One program of the kernel, a producer and some consumers; `run` runs it."""
 
     inputs: RaggedInputs
-    outputs: RaggedOutputs
+    outputs: RaggedOutputs  # partials [head tiles, partials, warpgroups, 64, ..]
     scratch: RaggedScratch
     schedule: ScheduleBarrier
     options: LogitOptions
@@ -331,15 +330,8 @@ def ragged_paged_attention(
     inputs = RaggedInputs.of(arrays, work, scales, converted)
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
-    outputs = RaggedOutputs(
-        # The merge has references to these two.
-        out=result_shape((*arrays.q.shape[:2], arrays.v_head_dim), arrays.q.dtype, varying=False),
-        partials=ops.Partials(
-            out=result_shape((*rows, arrays.v_head_dim), jnp.float32),
-            lse=result_shape(rows, jnp.float32),
-        ),
-        lse=(result_shape(arrays.q.shape[:2], jnp.float32, varying=False) if with_lse else None),
-    )
+    shape = (*arrays.q.shape[:2], arrays.v_head_dim)
+    outputs = RaggedOutputs.types(shape, rows, arrays.q.dtype, with_lse=with_lse)
     scratch = scratch_types(
         config,
         group=arrays.group,

@@ -13,11 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, RaggedOutputs, unpack
 from pallas_paged.kernels.mosaic.softmax_state import empty_state, finish, merge_partial
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     WG_ROWS,
-    RaggedOutputs,
     TileRows,
     TileShape,
     store_buffer,

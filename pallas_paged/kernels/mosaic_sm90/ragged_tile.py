@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs
 
 WG_ROWS = 64  # rows of a warpgroup: one wgmma
 CHUNK = 8  # tokens of one head: a swizzle pattern spans 8 rows
@@ -99,15 +99,6 @@ class TileRows:
             value = ref[self.first_head + jnp.minimum(h, self.num_heads - 1)]
             values = jnp.where(head == h, value, values)
         return values
-
-
-@pytree
-class RaggedOutputs:
-    """Results of the ragged kernel and its merge: arrays, refs or types."""
-
-    out: Any  # [T, Hq, D of V]
-    partials: Any  # Partials [head tiles, partials, warpgroups, 64, ..]; None in the merge
-    lse: Any  # f32[T, Hq], or None where it is not wanted
 
 
 def store_buffer(*, num_warpgroups: int, head_dim: int, dtype: Any) -> Any:

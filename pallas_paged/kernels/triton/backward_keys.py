@@ -31,7 +31,7 @@ from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2, mask
-from pallas_paged.kernels.triton.specs import full_specs, kv_head
+from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head
 from pallas_paged.pages.layout import PageLayout
 
 _NEVER = jnp.iinfo(jnp.int32).max
@@ -211,9 +211,7 @@ def keys_gradient(
         plan = make_key_tiles(arrays, block_k=config.block_k, options=options)
     by_head = (num_tokens, num_kv_heads, group, head_dim)
     q, do = arrays.q.reshape(by_head), do.reshape(by_head)
-    slopes = arrays.alibi_slopes
-    slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
-    tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
+    slopes, tree = by_kv_head(arrays.alibi_slopes, num_kv_heads), as_int8(arrays.tree_mask)
     of_rows = (
         arrays.block_tables.reshape(-1),
         arrays.seq_lens,

@@ -22,7 +22,7 @@ from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2, mask
-from pallas_paged.kernels.triton.specs import full_specs, kv_head
+from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head
 
 
 def _queries_kernel(
@@ -171,9 +171,7 @@ def queries_gradient(
     by_head = (num_tokens, num_kv_heads, group, head_dim)
     qs, dos = (operands.split(x.reshape(by_head)) for x in (arrays.q, do))
     kv, kv_specs = operands_of(arrays)
-    slopes = arrays.alibi_slopes
-    slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
-    tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
+    slopes, tree = by_kv_head(arrays.alibi_slopes, num_kv_heads), as_int8(arrays.tree_mask)
     d_slopes = None if slopes is None else result_shape(by_head[:3], jnp.float32)
     out_shape = [result_shape(x.shape, x.dtype) for x in qs], d_slopes
     dq, d_slopes = pl.pallas_call(

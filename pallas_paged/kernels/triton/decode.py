@@ -27,7 +27,7 @@ from pallas_paged.kernels.triton import merge, new_token, one_byte, pages, softm
 from pallas_paged.kernels.triton.config import DecodeConfig
 from pallas_paged.kernels.triton.new_token import NewTokens
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import full_specs, kv_head
+from pallas_paged.kernels.triton.specs import by_kv_head, full_specs, kv_head
 from pallas_paged.kernels.write_arrays import WriteArrays
 
 
@@ -200,23 +200,7 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
     states = decode_states(arrays, options=options, config=config, interpret=interpret)
-    return merge_states(states, dtype=arrays.q.dtype, interpret=interpret)
-
-
-def merge_states(
-    states: DecodeStates, *, dtype: Any, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])`."""
-    return merge.merge_decode(
-        states.out,
-        states.lse,
-        states.unit_ends,
-        states.sinks,
-        states.results,
-        dtype=dtype,
-        plan=states.plan,
-        interpret=interpret,
-    )
+    return merge.merge_decode(states, dtype=arrays.q.dtype, interpret=interpret)
 
 
 def _writes_results(plan: DecodePlan, sinks: jax.Array | None) -> bool:
@@ -291,8 +275,7 @@ def decode_states(
         results,
     )
     num_outs = len(jax.tree.leaves(out_shape))
-    slopes = arrays.alibi_slopes
-    slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
+    slopes = by_kv_head(arrays.alibi_slopes, num_kv_heads)
     written = [] if new is None else [result_shape(x.shape, x.dtype) for x in kv[:2]]
     outs, lses, results, *pages_written = pl.pallas_call(
         functools.partial(_decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),

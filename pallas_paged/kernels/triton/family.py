@@ -84,14 +84,14 @@ class _Triton(Family):
     def bind_states(
         self, call: Call, *, writes: bool
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        from pallas_paged.kernels.triton import decode
+        from pallas_paged.kernels.triton import decode, merge
 
         config = call.choose_config(_HEURISTICS)
         if writes:
             config = writing_decode_config(config, num_sms=call.device.num_sms, **call.sizes)
         return (
             functools.partial(decode.decode_states, config=config, interpret=call.interpret),
-            functools.partial(decode.merge_states, dtype=call.dtype, interpret=call.interpret),
+            functools.partial(merge.merge_decode, dtype=call.dtype, interpret=call.interpret),
         )
 
     def gradients(self) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan, programs_per_kv_head
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.ragged_plan import Plan
 from pallas_paged.kernels.triton.config import (
     MergeConfig,
@@ -121,19 +122,11 @@ def _merge_decode_kernel(
 
 
 def merge_decode(
-    outs: jax.Array,  # f32[num_partials, Hq, D]
-    lses: jax.Array,  # f32[num_partials, Hq]
-    unit_ends: jax.Array,  # i32[B]
-    sinks: jax.Array | None,  # f32[Hq]
-    results: tuple[jax.Array, jax.Array] | None,  # as in `DecodeStates`
-    *,
-    dtype: jnp.dtype,
-    plan: DecodePlan,
-    interpret: bool,
+    states: DecodeStates, *, dtype: jnp.dtype, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return `(out dtype[B, Hq, D], lse f32[B, Hq])` from the decode kernel's partial states."""
-    num_seqs = unit_ends.shape[0]
-    _, num_heads, head_dim = outs.shape
+    plan, results, num_seqs = states.plan, states.results, states.unit_ends.shape[0]
+    _, num_heads, head_dim = states.out.shape
     tile = decode_merge_config(
         num_seqs=num_seqs,
         num_heads=num_heads,
@@ -143,7 +136,7 @@ def merge_decode(
         fixed_split=plan.fixed_split_size is not None,
     )
 
-    args = (outs, lses, unit_ends, sinks, results)
+    args = (states.out, states.lse, states.unit_ends, states.sinks, results)
     num_inputs = len(jax.tree.leaves(args))
     out_shape = (
         result_shape((num_seqs, num_heads, head_dim), dtype),

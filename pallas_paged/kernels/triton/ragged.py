@@ -36,7 +36,7 @@ from pallas_paged.kernels.ragged_tiles import for_each_block
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import full_specs, kv_head
+from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head
 
 
 def _ragged_kernel(
@@ -204,9 +204,6 @@ def ragged_paged_attention(
         else:
             plan = make_plan(*lens, arrays.q_positions, shape)
 
-    def of_group(x):
-        return None if x is None else x.reshape(num_kv_heads, group)
-
     kv_dtype = arrays.k_pages.dtype
     operands = one_byte.Operands(dtype=arrays.q.dtype, kv_dtype=kv_dtype, interpret=interpret)
     q = arrays.q.reshape(num_tokens, num_kv_heads, group, head_dim)
@@ -218,8 +215,8 @@ def ragged_paged_attention(
         qs, q_scales = operands.of_queries(operands.split(q))
     kv, kv_specs = pages.operands_of(arrays)
     of_rows = (arrays.block_tables, plan, arrays.q_positions)
-    of_heads = [of_group(x) for x in (arrays.alibi_slopes, arrays.sinks)]
-    tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
+    of_heads = [by_kv_head(x, num_kv_heads) for x in (arrays.alibi_slopes, arrays.sinks)]
+    tree = as_int8(arrays.tree_mask)
     partials = (num_kv_heads, plan.num_partials, config.block_q)
     out_shape = (
         result_shape((num_tokens, num_kv_heads, group, head_dim), q.dtype),
@@ -253,6 +250,6 @@ def ragged_paged_attention(
         name="ragged_paged_attention",
     )(qs, q_scales, *kv, *of_rows, *of_heads, tree)
     out, lse = merge.merge_ragged(
-        out, lse, outs, lses, plan, of_group(arrays.sinks), config=config, interpret=interpret
+        out, lse, outs, lses, plan, of_heads[1], config=config, interpret=interpret
     )
     return out.reshape(num_tokens, num_q_heads, head_dim), lse.reshape(num_tokens, num_q_heads)

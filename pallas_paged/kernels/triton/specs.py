@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -25,6 +26,16 @@ def kv_head(x: Any, axis: int) -> pl.BlockSpec | None:
     return pl.BlockSpec(
         block, lambda h, *_: tuple(h if i == axis else 0 for i in range(len(block)))
     )
+
+
+def by_kv_head(x: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+    """Return values of query heads `[Hq]` as `[Hkv, G]`; None of None."""
+    return None if x is None else x.reshape(num_kv_heads, -1)
+
+
+def as_int8(mask: jax.Array | None) -> jax.Array | None:
+    """Return a mask as i8, since a kernel loads no bool; None of None."""
+    return None if mask is None else mask.astype(jnp.int8)
 
 
 def load_masked(ref: Any, row: jax.Array, places: jax.Array, other: float) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Decode attention of sequences that share the pages of a prefix, which is read once for all."""
+"""Attention over parts of the keys, merged: of a prefix that sequences share, and of any parts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from jax.typing import ArrayLike
 
 from pallas_paged.attention import dispatch
 from pallas_paged.attention.arguments import (
+    check_states,
     checked_arrays,
     checked_offsets,
     checked_prefix_lens,
 )
 from pallas_paged.attention.options import AttentionOptions, check_names, static_options
-from pallas_paged.checks import INT32_MAX, check_flag, default_promotion
+from pallas_paged.checks import INT32_MAX, as_array, check_flag, default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.pages.layer import LayerKV
 
@@ -129,6 +130,27 @@ def cascade_attention(
         jnp.stack([prefix_out, own_out]), jnp.stack([prefix_lse, own_lse]), sinks=arrays.sinks
     )
     return (out, lse) if return_lse else out
+
+
+@default_promotion()
+def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Merge attention over disjoint sets of keys into attention over their union.
+
+    Args:
+        outs: f32, bf16 or f16 `[S, ..., D]`, the outputs of the S states.
+        lses: f32`[S, ...]`, their natural-log log-sum-exps; -inf marks a state that saw no key,
+            whose `outs` may then hold anything.
+
+    Returns:
+        `(out [..., D] in the dtype of outs, lse f32[...])`. Where no state saw a key, `out = 0` and
+        `lse = -inf`.
+
+    Raises:
+        ValueError: the shapes do not belong together or a dtype is not allowed.
+    """
+    outs, lses = as_array("outs", outs), as_array("lses", lses)
+    check_states(outs, lses)
+    return xla.merge_states(jnp.asarray(outs), jnp.asarray(lses))
 
 
 def _prefixes(

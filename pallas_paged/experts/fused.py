@@ -37,8 +37,8 @@ class ExpertWeights:
 
     gate_up: jax.Array
     down: jax.Array
-    gate_up_bias: jax.Array | None
-    down_bias: jax.Array | None
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
 @default_promotion()
@@ -185,7 +185,7 @@ def _results(
     **weights: jax.Array,
 ) -> tuple[jax.Array]:
     """Return the weighted sums of the experts of a device."""
-    named = _weights_of(**weights)
+    named = ExpertWeights(**weights)
     if how.implementation == "mosaic_sm90":
         from pallas_paged.experts.kernels import calls
 
@@ -215,19 +215,10 @@ def _gradients(
     def steps(arrays: dict[str, jax.Array]) -> jax.Array:
         weights = dict(arrays)
         x, scales = weights.pop("x"), weights.pop("expert_weights")
-        return _steps(how, swiglu_limit, x, _weights_of(**weights), expert_indices, scales)
+        return _steps(how, swiglu_limit, x, ExpertWeights(**weights), expert_indices, scales)
 
     (found,) = jax.vjp(steps, arrays)[1](d_out)
     return tuple(found[name] for name in arrays)
-
-
-def _weights_of(
-    gate_up: jax.Array,
-    down: jax.Array,
-    gate_up_bias: jax.Array | None = None,
-    down_bias: jax.Array | None = None,
-) -> ExpertWeights:
-    return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

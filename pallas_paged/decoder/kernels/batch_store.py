@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,22 +34,11 @@ def store_rows(where: Any, values: jax.Array, *, group: Any, interpret: bool) ->
     def store(_, where, values, group):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, vector
+        from jaxlib.mlir.dialects import vector
 
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        kind = ir.MemRefType(where.type)
-        item_size = utils.bitwidth(kind.element_type) // 8
-        row_bytes = kind.get_strides_and_offset()[0][0] * item_size
-        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
-        # A thread has two columns of rows `row` and `row + 8`, as do the three beside it.
-        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
-        first = arith.muli(group.registers.item(), utils.c(64, i32))
-        row = arith.addi(row, first)
-        column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2 * item_size, i32))
-        start = arith.addi(
-            arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
-        )
+        i32 = ir.IntegerType.get_signless(32)
+        row, start, row_bytes = _place(where, group)
+        item_size = utils.bitwidth(ir.MemRefType(where.type).element_type) // 8
         registers = values.registers.reshape(-1, 2)
         words = item_size // 2  # of two elements
         vec = "v2." if words == 2 else ""
@@ -96,23 +84,11 @@ def load_rows(where: Any, *, group: Any, interpret: bool) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((64, num_columns), where.dtype, layout=ops.WGMMA),
     )
     def load(_, where, group):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
 
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        kind = ir.MemRefType(where.type)
-        row_bytes = kind.get_strides_and_offset()[0][0] * 2
-        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
-        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
-        first = arith.muli(group.registers.item(), utils.c(64, i32))
-        row = arith.addi(row, first)
-        column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(4, i32))
-        start = arith.addi(
-            arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
-        )
+        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(where.type).element_type
+        row, start, row_bytes = _place(where, group)
         count = num_columns // 4
         lines = ["{ .reg .pred p; .reg .b64 a;", f"add.s64 a, ${count}, ${count + 1};"]
         for half in range(2):
@@ -129,13 +105,31 @@ def load_rows(where: Any, *, group: Any, interpret: bool) -> jax.Array:
             result_types=[i32] * count,
             has_side_effects=True,
         )
-        layout = ops.WGMMA.to_mgpu()
-        pairs = np.empty(count, object)
-        pairs[:] = [utils.bitcast(x, ir.VectorType.get((2,), kind.element_type)) for x in words]
-        return mgpu.FragmentedArray(
-            _registers=pairs.reshape(layout.registers_shape((64, num_columns))),
-            _layout=layout,
-            _is_signed=None,
-        )
+        pairs = [utils.bitcast(x, ir.VectorType.get((2,), element)) for x in words]
+        return ops.of_registers(pairs, ops.WGMMA, (64, num_columns))
 
     return load(where, group)
+
+
+def _place(where: Any, group: Any) -> tuple[Any, Any, int]:
+    """Return a thread's first row of a tile, the bytes to its first element, and those of a row.
+
+    It has two columns of every 8, of rows `row` and `row + 8`, as do the three beside it.
+    """
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    kind = ir.MemRefType(where.type)
+    item_size = utils.bitwidth(kind.element_type) // 8
+    row_bytes = kind.get_strides_and_offset()[0][0] * item_size
+    thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+    warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
+    row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+    row = arith.addi(row, arith.muli(group.registers.item(), utils.c(64, i32)))
+    column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2 * item_size, i32))
+    start = arith.addi(
+        arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
+    )
+    return row, start, row_bytes

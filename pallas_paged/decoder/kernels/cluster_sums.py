@@ -42,8 +42,14 @@ def sum_over_cluster(
     """Return f32 `[64, 8 * part]`, the sum over the cluster of this program's part of the features.
 
     Args:
+        accs: f32 `[64, n]` in the layout of wgmma, with consecutive features.
+        buffer: ref to shared memory with these transforms, the same in all programs.
         may_send, sent: barriers of the cluster.
-        accs, buffer, transforms, part, cluster_size, num_rows, group: as in `_send_parts`.
+        part: features that each program gets, in units of 8. Parts are spread over the features of
+            `accs`.
+        cluster_size: a power of 2.
+        num_rows: rows that there are.
+        group: i32, which 64 of the rows these are.
     """
     how: Any = dict(part=part, cluster_size=cluster_size, group=group)
     _meet_cluster(may_send)
@@ -62,17 +68,7 @@ def _send_parts(
     num_rows: int,
     group: Any,
 ) -> None:
-    """Store each program's part of the features in its shared memory.
-
-    Args:
-        accs: f32 `[64, n]` in the layout of wgmma, with consecutive features.
-        buffer: ref to shared memory with these transforms, the same in all programs.
-        part: features that each program gets, in units of 8. Parts are spread over the
-            features of `accs`.
-        cluster_size: a power of 2.
-        num_rows: rows that there are.
-        group: i32, which 64 of the rows these are.
-    """
+    """Store each program's part of the features in its shared memory."""
 
     @plgpu.inline_mgpu(
         arg_types=([ops.WGMMA] * len(accs), plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT)
@@ -127,7 +123,6 @@ def _receive_sum(
         return_type=plgpu.ShapeDtypeStruct((64, num_features), jnp.float32, layout=ops.WGMMA),
     )
     def receive(_, buffer, group):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, vector
@@ -156,15 +151,8 @@ def _receive_sum(
             )
         # Copies may write here next.
         utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-        layout = ops.WGMMA.to_mgpu()
-        registers = np.empty(2 * part, object)
-        for i in range(2 * part):
-            pair = totals[2 * i : 2 * i + 2]
-            registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(layout.registers_shape((64, num_features))),
-            _layout=layout,
-            _is_signed=None,
-        )
+        kind = ir.VectorType.get((2,), f32)
+        pairs = [vector.from_elements(kind, totals[i : i + 2]) for i in range(0, 4 * part, 2)]
+        return ops.of_registers(pairs, ops.WGMMA, (64, num_features))
 
     return receive(buffer, group)

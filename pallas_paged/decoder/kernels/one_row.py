@@ -25,6 +25,7 @@ of them than SMs, each SM has room for one, and the programs of kernels before e
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,12 +36,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, wait_for_mail
-from pallas_paged.decoder.kernels.one_row_merge import merge_row
 from pallas_paged.decoder.kernels.one_row_product import HALF, Product, multiply_by_row
 from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.decode_merge import block_sizes, merge_partials
+from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
@@ -207,7 +209,7 @@ def _block_kernel(
     @pl.when(lax.axis_index("wg") == 0)
     def _multiply():
         if isinstance(inputs.attended, DecodeStates):
-            merge_row(
+            _merge_row(
                 inputs.attended,
                 program=program,
                 num_programs=config.num_programs,
@@ -253,6 +255,41 @@ def _block_kernel(
             sent = send(product, sent)
         ops.drain(scratch.free, sent)
         ops.drain(scratch.full, sent, num_in_flight)
+
+
+def _merge_row(
+    states: DecodeStates,  # of refs to device memory
+    *,
+    program: Any,
+    num_programs: int,
+    publish: Callable[[Any, jax.Array], None],
+    interpret: bool,
+) -> None:
+    """Wait for the states of attention and merge this program's part of the row.
+
+    A piece is 64 elements of one head, one for each row of wgmma.
+
+    Args:
+        publish: function of the first element of a piece of `[Hq * D]` and its values f32`[64]`.
+    """
+    plan, head_dim = states.plan, states.head_dim
+    # Known before the states are: the kernel that makes them reads it, too.
+    first, count = plan.partials_of_row(jnp.int32(0), states.unit_ends)
+    block_s, _ = block_sizes(
+        plan, num_seqs=1, num_q_heads=states.num_q_heads, span=plan.num_programs
+    )
+    num_pieces = states.num_q_heads * head_dim // TILE
+    ops.wait_for_previous_kernel(interpret=interpret)
+
+    @pl.loop(0, lax.div(num_pieces - 1 - program + num_programs, num_programs))
+    def _merge(i):
+        start = (program + i * num_programs) * TILE
+        head = lax.div(start, head_dim)
+        elements = pl.ds(lax.rem(start, head_dim), TILE)
+        places = [states.place_of(head)]
+        (state,) = merge_partials(states, first, count, places, block_s, elements, ops.WGMMA_ROW)
+        sink = None if states.sinks is None else states.sinks[head]
+        publish(start, finish(state, sink)[0])
 
 
 def between_attentions(

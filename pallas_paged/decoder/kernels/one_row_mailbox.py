@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -82,7 +81,6 @@ def wait_for_mail(
         arg_types=([plgpu.RefType()] * len(wheres),), return_type=[result] * len(wheres)
     )
     def load(_, wheres):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, vector
@@ -119,11 +117,10 @@ def wait_for_mail(
         vectors = [
             vector.from_elements(kind, values[n : n + vec_size]) for n in range(0, count, vec_size)
         ]
-        arrays = np.array([None] * len(vectors), object)
-        arrays[:] = vectors
+        each = len(vectors) // len(wheres)
         return [
-            mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
-            for registers in arrays.reshape(len(wheres), -1)
+            ops.of_registers(vectors[i : i + each], layout, (size,))
+            for i in range(0, len(vectors), each)
         ]
 
     return load(wheres)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -95,7 +94,6 @@ def multiply_by_row(
         return_type=[result] * count,
     )
     def multiply(_, accs, weights, rows):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, vector
@@ -140,19 +138,11 @@ def multiply_by_row(
             has_side_effects=True,
         )
         values = [llvm.extractvalue(f32, out, [i]) for i in range(n)]
-        results = []
-        for i, acc in enumerate(accs):
-            registers = np.empty(2, object)
-            for half in range(2):
-                pair = values[4 * i + 2 * half : 4 * i + 2 * half + 2]
-                registers[half] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
-            results.append(
-                mgpu.FragmentedArray(
-                    _registers=registers.reshape(acc.registers.shape),
-                    _layout=acc.layout,
-                    _is_signed=None,
-                )
-            )
-        return results
+        kind = ir.VectorType.get((2,), f32)
+        pairs = [vector.from_elements(kind, values[i : i + 2]) for i in range(0, n, 2)]
+        return [
+            ops.of_registers(pairs[2 * i : 2 * i + 2], acc.layout, acc.shape)
+            for i, acc in enumerate(accs)
+        ]
 
     return multiply(list(accs), list(weights), list(rows))

@@ -147,7 +147,6 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
         return_type=plgpu.ShapeDtypeStruct(indices.shape, ref.dtype, layout=layout),
     )
     def load_each(_, ref, indices):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
 
         element = utils.ir.MemRefType(ref.type).element_type
@@ -162,7 +161,7 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
             )
             loaded[place] = utils.bitcast(bits, utils.ir.VectorType.get((1,), element))
         is_signed = indices.is_signed if element == i32 else None
-        return mgpu.FragmentedArray(_registers=loaded, _layout=indices.layout, _is_signed=is_signed)
+        return of_registers(loaded, indices.layout, is_signed=is_signed)
 
     return load_each(ref, indices)
 
@@ -180,13 +179,12 @@ def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> j
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
     def subtract(_, x, y):
-        from jax.experimental.mosaic import gpu as mgpu
         from jaxlib.mlir.dialects import arith
 
         registers = np.empty_like(x.registers)
         for place, register in np.ndenumerate(x.registers):
             registers[place] = arith.subf(register, y.registers[place])
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        return of_registers(registers, x.layout)
 
     return subtract(x, y)
 
@@ -305,6 +303,26 @@ def wgmma_many(
             plgpu.wgmma(refs[i], make(), b)
 
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
+
+
+def of_registers(
+    registers: Any, layout: Any, shape: tuple[int, ...] | None = None, *, is_signed: Any = None
+) -> Any:
+    """Return Mosaic's array of a thread's registers, inside of `plgpu.inline_mgpu`.
+
+    Args:
+        registers: MLIR values, in a NumPy array or in a list of vectors in order.
+        layout: of Pallas or of Mosaic.
+        shape: of the array, where `registers` are in order but not in the layout's own shape.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+
+    layout = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
+    if shape is not None:
+        flat = np.empty(len(registers), dtype=object)
+        flat[:] = list(registers)
+        registers = flat.reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
 def inline(emit: Callable[[Any], None], *, interpret: bool = False) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_paged.kernels.mosaic import ops
+
 WARPGROUP = 128  # threads of a program
 _FEW_LOADS = 4  # of a thread before copies, where registers are few
 CHUNK = 16  # bytes of one asynchronous copy
@@ -339,12 +341,6 @@ class Emitter:
 
     def array(self, value: Any) -> Any:
         """Return an array i32`[128]` of the values of all threads."""
-        from jax.experimental.mosaic import gpu as mgpu
-
         pair = self._ir.VectorType.get((1,), self._i32)
-        registers = np.array([self._utils.bitcast(value, pair)], dtype=object)
-        layout = THREADS.to_mgpu()
-        shape = layout.registers_shape((WARPGROUP,))
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(shape), _layout=layout, _is_signed=True
-        )
+        registers = [self._utils.bitcast(value, pair)]
+        return ops.of_registers(registers, THREADS, (WARPGROUP,), is_signed=True)

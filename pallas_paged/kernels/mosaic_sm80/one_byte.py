@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import exponents_of, power_of_2
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
 
 
@@ -66,7 +67,6 @@ def _halves(
 
     @plgpu.inline_mgpu(arg_types=(layouts.lhs,), return_type=(result, result))
     def split(_, words):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import vector
@@ -84,9 +84,7 @@ def _halves(
                 ]
                 ptx = f"prmt.b32 $0, $1, $2, {selector};"
                 out[i] = utils.bitcast(utils.inline_ptx(ptx, *both, result_types=i32), pair)
-            results.append(
-                mgpu.FragmentedArray(_registers=out, _layout=words.layout, _is_signed=None)
-            )
+            results.append(ops.of_registers(out, words.layout))
         return tuple(results)
 
     return list(split(words))
@@ -100,7 +98,6 @@ def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> 
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))
     def convert(_, words):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
 
@@ -116,9 +113,7 @@ def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> 
                 ptx = f"{{ .reg .b32 w, b, m; .reg .b16 x, y; {code[half]} }}"
                 word = utils.bitcast(register, i32)
                 out[i] = utils.bitcast(utils.inline_ptx(ptx, word, result_types=i32), pair)
-            results.append(
-                mgpu.FragmentedArray(_registers=out, _layout=words.layout, _is_signed=None)
-            )
+            results.append(ops.of_registers(out, words.layout))
         return tuple(results)
 
     return list(convert(words))
@@ -139,14 +134,13 @@ def interleave(
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
     )
     def zip_columns(_, even, odd):
-        from jax.experimental.mosaic import gpu as mgpu
         from jaxlib.mlir.dialects import vector
 
         of_both = layout.to_mgpu()
         out = np.empty(of_both.registers_shape(shape), dtype=object)
         for i, pair in enumerate(zip(even.registers.flat, odd.registers.flat, strict=True)):
             out.flat[i] = vector.shuffle(*pair, [0, 2, 1, 3])
-        return mgpu.FragmentedArray(_registers=out, _layout=of_both, _is_signed=None)
+        return ops.of_registers(out, of_both)
 
     return zip_columns(even, odd), layout
 

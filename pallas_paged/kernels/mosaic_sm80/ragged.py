@@ -114,13 +114,5 @@ def ragged_paged_attention(
         grid_names=("program",),
         **threads,
     )
-    out, lse = merge_ragged(
-        outputs.out,
-        outputs.lse,
-        outputs.partials,
-        plan.merges,
-        inputs.sinks,
-        group=group,
-        interpret=interpret,
-    )
+    out, lse = merge_ragged(outputs, plan.merges, inputs.sinks, group=group, interpret=interpret)
     return of_tokens(out, lse, num_tokens, num_q_heads)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, RaggedOutputs, unpack
 from pallas_paged.kernels.mosaic.softmax_state import empty_state, finish, merge_partial
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
@@ -27,16 +27,15 @@ _ROWS = 64  # of a program
 
 
 def merge_ragged(
-    out: jax.Array,  # [T * Hq, D]
-    lse: jax.Array | None,  # f32[T * Hq]
-    partials: wgmma_ops.Partials,  # [Hkv, partials, R, ..]
+    outputs: RaggedOutputs,
     merges: jax.Array,  # i32[num_merges, 5], packed descriptors
     sinks: jax.Array | None,  # f32[Hkv, ..] from `repeat_heads`
     *,
     group: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles."""
+    """Return the final `(out, lse)` of a call: `outputs` with the rows of split tiles."""
+    out, lse, partials = outputs.out, outputs.lse, outputs.partials
     num_kv_heads, _, num_rows, head_dim = partials.out.shape
     num_parts, num_columns = result_columns(head_dim)
     # Written in place: the rows of other tiles are there already.

@@ -216,17 +216,10 @@ class _Warp:
 
     def array(self, sums: Any) -> Any:
         """Return an accumulator as a `FragmentedArray`."""
-        from jax.experimental.mosaic import gpu as mgpu
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import vector
 
         pair = ir.VectorType.get((2,), self._f32)
-        layout = ops.WGMMA.to_mgpu()
         tiles, columns = sums.shape[:2]
-        registers = np.empty(sums.shape[:3], dtype=object)
-        for i in np.ndindex(registers.shape):
-            registers[i] = vector.from_elements(pair, list(sums[i]))
-        shape = layout.registers_shape((tiles * 64, columns * 8))
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(shape), _layout=layout, _is_signed=None
-        )
+        pairs = [vector.from_elements(pair, list(sums[i])) for i in np.ndindex(sums.shape[:3])]
+        return ops.of_registers(pairs, ops.WGMMA, (tiles * 64, columns * 8))

@@ -51,7 +51,6 @@ def _relabelled(x: jax.Array, source: Any, target: Any, change: Callable[..., An
     """Return `x` with registers changed for rows 0 to 7 and rows 8 to 15 of each 16."""
 
     def relabel(_, x):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
 
         registers = x.registers.reshape(-1, 2)  # columns, halves of 16 rows
@@ -61,7 +60,7 @@ def _relabelled(x: jax.Array, source: Any, target: Any, change: Callable[..., An
         for half in range(2):
             for i, register in enumerate(change(registers[:, half], utils)):
                 flat[i, half] = register
-        return mgpu.FragmentedArray(_registers=changed, _layout=layout, _is_signed=None)
+        return ops.of_registers(changed, layout)
 
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=target)
     return plgpu.inline_mgpu(arg_types=(source,), return_type=result)(relabel)(x)
@@ -85,7 +84,6 @@ def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: 
     source, given = x.dtype, (x,) if scales is None else (x, scales)
 
     def convert(_, x, *scales):
-        from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
 
         ir = utils.ir
@@ -103,12 +101,7 @@ def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: 
                 asm = pair_ptx(source, pair, dtype, scaled=bool(scales))
                 bits = utils.inline_ptx(asm, *args, result_types=i32)
                 result[column, pair, half] = utils.bitcast(bits, pair_type)
-        layout = ops.WGMMA.to_mgpu()
-        return mgpu.FragmentedArray(
-            _registers=result.reshape(layout.registers_shape(x.shape)),
-            _layout=layout,
-            _is_signed=None,
-        )
+        return ops.of_registers(list(result.flat), ops.WGMMA, x.shape)
 
     return plgpu.inline_mgpu(
         arg_types=(BYTES, BYTES_ROW)[: len(given)],

@@ -24,6 +24,7 @@ from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
+from pallas_paged.kernels.mosaic_sm90.config import REDUCE_ROWS, reduce_parts
 
 __all__ = ["Peers", "create_peers", "embed", "row_linear", "row_linear_norm"]
 
@@ -138,8 +139,6 @@ class DevicePeers:
         Few rows keep a GPU busy only where programs divide the columns among them (split K). The
         kernel that adds up over the devices adds up their partial products, too.
         """
-        from pallas_paged.kernels.mosaic_sm90.config import reduce_parts
-
         kinds = {x.dtype, weight.dtype, residual.dtype, norm.dtype}
         parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
         if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
@@ -149,8 +148,6 @@ class DevicePeers:
 
     def _why_not(self, x: jax.Array) -> str | None:
         """Return why the kernel can't add up `x` `[rows, E]`, or None."""
-        from pallas_paged.kernels.mosaic_sm90.config import REDUCE_ROWS
-
         if x.size * x.dtype.itemsize > self.capacity or x.shape[0] > REDUCE_ROWS:
             return "is too large"
         if x.dtype not in (jnp.bfloat16, jnp.float32):

@@ -124,12 +124,6 @@ def ragged_page_attention_v3(
     Returns:
         The output and the cache.
     """
-    tuning: rpa.Tuning = dict(
-        chunk_prefill_size=chunk_prefill_size,
-        num_kv_pages_per_block=num_kv_pages_per_block,
-        num_queries_per_block=num_queries_per_block,
-        vmem_limit_bytes=vmem_limit_bytes,
-    )
     result: Any = rpa.ragged_paged_attention(
         queries,
         keys,
@@ -146,6 +140,9 @@ def ragged_page_attention_v3(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        **tuning,
+        chunk_prefill_size=chunk_prefill_size,
+        num_kv_pages_per_block=num_kv_pages_per_block,
+        num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
     )
     return result

@@ -112,29 +112,18 @@ class PageLayout:
         """Return the caller's pages with an axis for each letter; nothing is copied."""
         if not self.merged:
             return pages
-        shape = self.full_shape(pages.shape)
-        sharding = jax.typeof(pages).sharding
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return lax.reshape(pages, shape)
-        spec = [*sharding.spec, *[None] * (len(pages.shape) - len(sharding.spec))]
+        spec = _spec_of(pages)
         spec.insert(self.head_axis + 1, None)
-        return lax.reshape(
-            pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
-        )
+        return _reshaped(pages, self.full_shape(pages.shape), spec)
 
     def with_given_axes(self, pages: jax.Array) -> jax.Array:
         """Return pages with all axes as the caller has them; nothing is copied."""
         if not self.merged:
             return pages
-        shape = self.shape(**dict(zip(self.axes, pages.shape, strict=True)))
-        sharding = jax.typeof(pages).sharding
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return lax.reshape(pages, shape)
-        spec = [*sharding.spec, *[None] * (len(pages.shape) - len(sharding.spec))]
+        spec = _spec_of(pages)
         spec.pop(self.axes.index("2"))
-        return lax.reshape(
-            pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
-        )
+        shape = self.shape(**dict(zip(self.axes, pages.shape, strict=True)))
+        return _reshaped(pages, shape, spec)
 
     def index(self, kv: Any, **places: Any) -> tuple[Any, ...]:
         """Return the index of a box of K or of V in pages with all axes.
@@ -145,6 +134,20 @@ class PageLayout:
         """
         places = {"2": kv} | places
         return tuple(places.get(letter, slice(None)) for letter in self.axes)
+
+
+def _spec_of(pages: jax.Array) -> list[Any]:
+    """Return the mesh axes of each axis, as the type of the pages says."""
+    spec = jax.typeof(pages).sharding.spec
+    return [*spec, *[None] * (pages.ndim - len(spec))]
+
+
+def _reshaped(pages: jax.Array, shape: tuple[int, ...], spec: list[Any]) -> jax.Array:
+    """Return pages of another shape, on an explicit mesh with this sharding."""
+    mesh = jax.typeof(pages).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return lax.reshape(pages, shape)
+    return lax.reshape(pages, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 LAYOUTS: dict[str, PageLayout] = {

@@ -33,6 +33,15 @@ def swizzle(columns: int, dtype: DTypeLike) -> int:
     raise ValueError(f"{columns=} of {jnp.dtype(dtype).name} must be a multiple of 32 bytes")
 
 
+def elements_of(vector: Any) -> list[Any]:
+    """Return the elements of an MLIR vector."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector as dialect
+
+    places = (ir.DenseI64ArrayAttr.get([i]) for i in range(ir.VectorType(vector.type).shape[0]))
+    return [dialect.extract(vector, dynamic_position=[], static_position=at) for at in places]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
     """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain.
@@ -163,26 +172,18 @@ class Emitter:
 
     def store(self, address: Any, vector: Any, *, where: Any) -> None:
         """Store a vector of f32 to device memory."""
-        from jaxlib.mlir.dialects import vector as dialect
-
-        (length,) = self._ir.VectorType(vector.type).shape
-        places = (self._ir.DenseI64ArrayAttr.get([i]) for i in range(length))
-        values = [
-            dialect.extract(vector, dynamic_position=[], static_position=place) for place in places
-        ]
-        names = ", ".join(f"${i + 1}" for i in range(length))
+        values = elements_of(vector)
+        names = ", ".join(f"${i + 1}" for i in range(len(values)))
         self._utils.inline_ptx(
-            f"st.global.v{length}.f32 [$0], {{{names}}};", address, *values, predicate=where
+            f"st.global.v{len(values)}.f32 [$0], {{{names}}};", address, *values, predicate=where
         )
 
     def when(self, x: Any, limit: int, body: Any) -> None:
         """Run `body` in threads where `x < limit`."""
         if limit >= WARPGROUP:
             body()
-            return
-        with self._ir.InsertionPoint(self._scf.IfOp(self.less(x, limit)).then_block):
-            body()
-            self._scf.yield_([])
+        else:
+            self.run_if(self.less(x, limit), body)
 
     def either(self, condition: Any, then: Any, otherwise: Any) -> None:
         """Run `then` in threads where a condition holds, and `otherwise` in others."""
@@ -325,15 +326,9 @@ class Emitter:
 
     def vector_words(self, x: Any) -> list[Any]:
         """Return the words of a value or vector of 32 or 64 bits."""
-        from jaxlib.mlir.dialects import vector
-
         if self._utils.bitwidth(x.type) == 32:
             return [self.word(x)]
-        pair = self._utils.bitcast(x, self._ir.VectorType.get((2,), self._i32))
-        places = (self._ir.DenseI64ArrayAttr.get([i]) for i in range(2))
-        return [
-            vector.extract(pair, dynamic_position=[], static_position=place) for place in places
-        ]
+        return elements_of(self._utils.bitcast(x, self._ir.VectorType.get((2,), self._i32)))
 
     def value(self, x: Any) -> Any:
         """Return the thread's value of an argument i32`[128]` with the layout `THREADS`."""

@@ -38,10 +38,7 @@ class LatentInputs:
         q: `[T * Hq, D]`, and `[T * Hq, rope_dim]`; with one-byte pages pairs as i32`[.., D / 2]`.
         pages: the latents and the block tables.
         items: i32`[num_items, 16]`, packed descriptors of the work items; None in decoding.
-        alibi_slopes, sinks: f32`[head tiles, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * G + R]` from `repeat_tokens`; None where queries are the newest tokens
-            of their sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * G + R]`, the bits of each row's tree mask, or None.
+        Others: from `row_operands`, of each head tile.
     """
 
     q: list[Any]

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import exponents_of, power_of_2
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm80.emitter import elements_of
 from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
 
 
@@ -69,7 +70,6 @@ def _halves(
     def split(_, words):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import vector
 
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
@@ -77,12 +77,7 @@ def _halves(
         for selector in ("0x5410", "0x7632"):
             out = np.empty_like(words.registers)
             for i, register in np.ndenumerate(words.registers):
-                places = (ir.DenseI64ArrayAttr.get([j]) for j in range(2))
-                both = [
-                    vector.extract(register, dynamic_position=[], static_position=place)
-                    for place in places
-                ]
-                ptx = f"prmt.b32 $0, $1, $2, {selector};"
+                ptx, both = f"prmt.b32 $0, $1, $2, {selector};", elements_of(register)
                 out[i] = utils.bitcast(utils.inline_ptx(ptx, *both, result_types=i32), pair)
             results.append(ops.of_registers(out, words.layout))
         return tuple(results)

@@ -49,10 +49,7 @@ class RaggedInputs:
         q: `[T * Hq, D]`.
         pool: pages, scales and block tables.
         items: i32`[num_items, 16]`, packed descriptors of the work items.
-        alibi_slopes, sinks: f32`[Hkv, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * G + R]` from `repeat_tokens`; None where queries are the newest tokens
-            of their sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * G + R]`, the bits of each row's tree mask, or None.
+        Others: from `row_operands`, of each KV head.
     """
 
     q: Any

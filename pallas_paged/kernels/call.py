@@ -195,7 +195,12 @@ class Call:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that choose an implementation and a config.
+        """The sizes that choose an implementation and a config: the arguments of heuristics.
+
+        Heuristics also take `num_sms`, streaming multiprocessors of the device, and ignore sizes
+        that only others need. `num_tokens` are packed query tokens, `itemsize` the bytes of an
+        element of K and V. Rows are assumed to have `max_kv_len` tokens: a call with a wide table
+        and short rows gets the config of long rows.
 
         With `fixed_split_size` they are those of one typical batch: the bits of a row must not
         depend on the batch, and so neither may the kernel that computes it.

@@ -126,15 +126,10 @@ def decode_config(
     shared_memory: int = HOPPER_SHARED_MEMORY,
     **_: int,
 ) -> MosaicSm80DecodeConfig:
-    """Return the heuristic config of a decode call, from static shapes only.
+    """Return the heuristic config of a decode call, from `Call.sizes`.
 
     Args:
-        num_q_heads, num_kv_heads, head_dim, num_seqs: sizes of the call.
-        max_kv_len: tokens that a full row of the block table can hold.
-        itemsize: bytes of an element of K and V.
-        num_sms: streaming multiprocessors of the device.
         shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
-        _: sizes that other heuristics need.
     """
     group = num_q_heads // num_kv_heads
     tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
@@ -172,9 +167,8 @@ def prefer_decode(
     """Return whether this kernel is faster than the Triton kernel on a Hopper GPU.
 
     Args:
-        num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms: as in `decode_config`.
         read_gbps: GB/s that kernels read of the device's memory.
-        _: sizes that other heuristics need.
+        Others: of `Call.sizes`.
     """
     # Measured on an H100 and an H200, 2026-11: up to 3% faster, and up to 6% with one-byte pages.
     # Up to 5% slower with small heads, with many short rows, and with many one-byte tokens where
@@ -281,15 +275,7 @@ def ragged_config(
     shared_memory: int = HOPPER_SHARED_MEMORY,
     **_: int,
 ) -> MosaicSm80RaggedConfig:
-    """Return the heuristic config of a call with ragged queries, from static shapes only.
-
-    Args:
-        num_tokens: packed query tokens.
-        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms, shared_memory:
-            as in `decode_config`.
-        v_head_dim: of V, if it is not `head_dim`.
-        _: sizes that other heuristics need.
-    """
+    """Return the heuristic config of a call with ragged queries, as `decode_config` does."""
     rows = num_tokens * num_q_heads // num_kv_heads
     # A thread has 128 f32 of results and 64 logits; with more it runs out of registers.
     narrow, tiles = (v_head_dim or head_dim) <= 128, [(1, 64)]

@@ -97,15 +97,11 @@ def latent_config(
     shared_memory: int = HOPPER_SHARED_MEMORY,
     **_: int,
 ) -> LatentConfig:
-    """Return the heuristic config of a call, from static shapes only.
+    """Return the heuristic config of a call, from `Call.sizes` and `rope_dim`.
 
     Args:
-        num_q_heads, head_dim, rope_dim, max_kv_len, num_seqs: sizes of the call.
-        itemsize: bytes of an element of the latents.
-        num_sms: streaming multiprocessors of the device.
-        num_tokens: query tokens; None for one a sequence.
+        num_tokens: None for one a sequence.
         shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
-        _: sizes that other heuristics need.
     """
     rows = num_q_heads * (num_seqs if num_tokens is None else num_tokens)
     block_q = 16 if rows <= 16 * num_seqs else 32

@@ -111,17 +111,7 @@ def decode_config(
     itemsize: int,
     num_sms: int,
 ) -> DecodeConfig:
-    """Return the heuristic config of a decode call, from static shapes only.
-
-    Args:
-        num_q_heads, num_kv_heads, head_dim: heads of the call.
-        page_size: tokens of a page.
-        max_kv_len: tokens that a full row of the block table can hold. Rows are assumed to be as
-            long: a call with a wide table and short rows gets the config of long rows.
-        num_seqs: rows of the batch.
-        itemsize: bytes per element of K and V.
-        num_sms: streaming multiprocessors of the device.
-    """
+    """Return the heuristic config of a decode call, from `Call.sizes`."""
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
     # pipelines on nearly every shape (bench/notes/decode.md). One wave: a fifth program costs 20%.
@@ -170,13 +160,7 @@ def writing_decode_config(
     num_sms: int,
     **_: int,
 ) -> DecodeConfig:
-    """Return the config of a decode kernel that also writes the newest tokens.
-
-    Args:
-        config: without the write.
-        num_kv_heads, max_kv_len, num_seqs, num_sms: as in `decode_config`.
-        _: sizes that it needs.
-    """
+    """Return the config of a decode kernel that also writes, from the config without the write."""
     # Measured on an H200, 2026-11, for one row of a Llama of 1B whose table holds 1216 tokens: the
     # first loads take most of the time, and smaller blocks end sooner. More than two programs per
     # SM were not measured.
@@ -198,14 +182,7 @@ def ragged_config(
     num_sms: int,
     **_: int,
 ) -> RaggedConfig:
-    """Return the heuristic config of a call with ragged queries, from static shapes only.
-
-    Args:
-        num_tokens: packed query tokens.
-        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms: as in
-            `decode_config`.
-        _: sizes that other heuristics need.
-    """
+    """Return the heuristic config of a call with ragged queries, from `Call.sizes`."""
     group = num_q_heads // num_kv_heads
     padded = next_power_of_2(max(head_dim, 16))
     rows = -(-num_tokens * group // num_seqs)  # of an average sequence

@@ -93,8 +93,8 @@ def schedules(*sequences, **options):
     return host, host.run()
 
 
-def test_calls_with_chunks_or_with_penalties_or_grammars_have_no_drafts():
-    for name in ("penalties", "masks"):
+def test_calls_with_chunks_penalties_grammars_or_routed_experts_have_no_drafts():
+    for name in ("penalties", "masks", "routed_experts"):
         one = make_sequence(0, 5, new=20)
         one.mode = SamplingMode(**{name: True})
         found = schedules(make_sequence(1, 4, new=20), one)[1]

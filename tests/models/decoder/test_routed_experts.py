@@ -9,13 +9,16 @@ import pytest
 from flax import nnx
 
 from models.decoder import dense_attend, engine_model, load_checkpoint
-from pallas_paged.engine import Engine, EngineConfig, Rollouts, SamplingParams
+from pallas_paged.engine import Rollouts, SamplingParams
+from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.dense_oracle import positions_of
 from tests.support.devices import mesh
+from tests.support.engine_calls import make_engine
+from tests.support.marks import slow
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPTS = [[5, 9, 2, 40, 7, 7, 31], [3, 8, 1], [5, 9, 2, 40, 7, 7, 31, 11, 4, 22, 6]]
-SIZES = dict(num_pages=40, page_size=4, max_num_seqs=4)
+DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=2))
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 
@@ -57,6 +60,12 @@ def dense_experts(decoder):
     return of
 
 
+def engine_of(decoder, **sizes):
+    """All requests have one mode, so that the engines share two programs."""
+    modes = [SamplingMode(draws=True, routed_experts=True)]
+    return make_engine(*engine_model(decoder), modes=modes, **sizes)
+
+
 def asks(**params):
     values = dict(max_tokens=9, temperature=0.0, ignore_eos=True, return_routed_experts=True)
     return SamplingParams(**values | params)
@@ -70,29 +79,18 @@ def assert_dense(outputs, dense_experts):
             np.testing.assert_array_equal(one.routed_experts, dense_experts(tokens[:-1]))
 
 
-@pytest.mark.cpu_budget(9)  # engines compile, here and below
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        dict(num_scheduler_steps=4),
-        dict(max_num_batched_tokens=5),
-        dict(num_pages=9),
-        dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)),
-    ],
-    ids=["plain", "several steps a call", "chunked prompts", "preemption", "an engine with drafts"],
-)
+@pytest.mark.cpu_budget(9)  # compiles the steps that later tests share
+@pytest.mark.parametrize("sizes", [{}, *slow([DRAFTS, dict(num_scheduler_steps=1)])], ids=str)
 def test_completion_has_the_experts_of_a_dense_forward(decoder, dense_experts, sizes):
-    engine = Engine(*engine_model(decoder), EngineConfig(**SIZES | sizes))
-    outputs = engine.generate(PROMPTS, asks(), progress=False)
+    """Of prompts in chunks, in calls of several steps, and after preemption."""
+    engine = engine_of(decoder, **sizes)
+    outputs = engine.generate(PROMPTS + PROMPTS[:1], asks(max_tokens=20), progress=False)
     assert_dense(outputs, dense_experts)
-    if "num_pages" in sizes:
-        assert engine.stats().num_preemptions
+    assert engine.stats().num_preemptions
 
 
-@pytest.mark.cpu_budget(9)
 def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, dense_experts):
-    engine = Engine(*engine_model(decoder), EngineConfig(**SIZES))
+    engine = engine_of(decoder)
     plain = asks(return_routed_experts=False)
     (first,) = engine.generate(PROMPTS[2:], plain, progress=False)
     assert first.outputs[0].routed_experts is None
@@ -107,12 +105,12 @@ def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, d
 @pytest.mark.cpu_budget(9)  # compiles on a mesh
 def test_two_devices_report_the_experts_of_a_dense_forward(dense_experts):
     decoder, _ = load_checkpoint(GOLDENS / "qwen3_moe", mesh=mesh(2), dtype=jnp.float32)
-    engine = Engine(*engine_model(decoder), EngineConfig(**SIZES, tensor_parallel_size=2))
+    engine = engine_of(decoder, tensor_parallel_size=2)
     assert_dense(engine.generate(PROMPTS, asks(), progress=False), dense_experts)
 
 
 def test_stopped_and_empty_completions_have_the_experts_of_their_tokens(decoder, dense_experts):
-    engine = Engine(*engine_model(decoder), EngineConfig(**SIZES, num_scheduler_steps=4))
+    engine = engine_of(decoder)
     (free,) = engine.generate(PROMPTS[:1], asks(), progress=False)
     stop = asks(stop_token_ids=[free.outputs[0].token_ids[2]])
     outputs = engine.generate(PROMPTS[:1] * 2, [stop, asks(max_tokens=0)], progress=False)
@@ -121,24 +119,29 @@ def test_stopped_and_empty_completions_have_the_experts_of_their_tokens(decoder,
     assert_dense(outputs, dense_experts)
 
 
-@pytest.mark.cpu_budget(9)
 def test_dense_forward_with_the_experts_of_rollouts_is_its_own(decoder):
-    engine = Engine(*engine_model(decoder), EngineConfig(**SIZES))
+    engine = engine_of(decoder)
     rollouts = Rollouts.from_outputs(engine.generate(PROMPTS, asks(), progress=False))
     tokens = np.concatenate([rollouts.prompt_token_ids, rollouts.token_ids], axis=1)[:, :-1]
     experts = rollouts.routed_experts
     assert experts.shape[:2] == tokens.shape
     lens = rollouts.prompt_lens + rollouts.lens - 1
     first = rollouts.prompt_token_ids.shape[1] - rollouts.prompt_lens
+    graphdef, params = nnx.split(decoder)
+
+    @jax.jit
+    def hidden_of(tokens, experts=None):
+        model = nnx.merge(graphdef, params)
+        return model(tokens, positions_of(tokens), dense_attend(), routed_experts=experts)[0]
+
     for row, (start, length) in enumerate(zip(first, lens, strict=True)):
         place = slice(start, start + length)
         assert (experts[row, place] >= 0).all()
         assert (np.delete(experts[row], range(start, start + length), axis=0) == -1).all()
-        one = tokens[row : row + 1, place]
-        attend, positions = dense_attend(), positions_of(one)
-        own, _ = decoder(one, positions, attend)
-        given, _ = decoder(one, positions, attend, routed_experts=experts[row : row + 1, place])
-        np.testing.assert_allclose(given, own, rtol=1e-5, atol=1e-5)
+        one, given = np.zeros_like(tokens[:1]), np.full_like(experts[:1], -1)
+        one[0, :length], given[0, :length] = tokens[row, place], experts[row, place]
+        found, own = hidden_of(one, given), hidden_of(one)
+        np.testing.assert_allclose(found[:, :length], own[:, :length], rtol=1e-5, atol=1e-5)
 
 
 def test_given_experts_have_the_weights_of_the_router(decoder):
@@ -148,8 +151,8 @@ def test_given_experts_have_the_weights_of_the_router(decoder):
     x = jax.random.normal(jax.random.key(0), (5, decoder.config.hidden_size))
     given = np.stack([(np.arange(k) + row) % num_experts for row in range(5)]).astype(np.int16)
     given[4] = -1
-    experts, weights = router(x, given)
-    chosen, own = router(x)
+    route = jax.jit(lambda *args: router(*args))
+    (experts, weights), (chosen, own) = route(x, given), route(x)
     np.testing.assert_array_equal(experts[:4], given[:4])
     np.testing.assert_array_equal(experts[4], chosen[4])
     scores = np.asarray(jax.nn.softmax(x @ router.weight[...].T))

@@ -24,17 +24,27 @@ def test_readme_names_each_example_and_none_is_longer_than_100_lines():
             assert f"python examples/{path.name}" in source and len(source.splitlines()) <= 100
 
 
-def greedy(model, tokens, num_new, num_heads=4, num_kv_heads=2):
+def greedy(model, prompts, num_new, num_heads=4, num_kv_heads=2):
     """Tokens of `examples.flax_layer`, by dense attention."""
-    for _ in range(num_new):
-        x = model.embed(jnp.array(tokens))
+
+    @jax.jit
+    def next_tokens(tokens):
+        x = model.embed(tokens)
         for layer in model.layers:
             heads = layer.qkv(x).reshape(len(x), -1, layer.head_dim)
             q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=1)
             y = jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
             x = x + layer.out(y.reshape(x.shape))
-        tokens = [*tokens, int(model.embed.attend(x[-1]).argmax())]
-    return tokens[-num_new:]
+        return model.embed.attend(x).argmax(-1)
+
+    texts = []
+    for prompt in prompts:
+        tokens = np.zeros(max(map(len, prompts)) + num_new, np.int32)
+        tokens[: len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + num_new):
+            tokens[end] = next_tokens(tokens)[end - 1]
+        texts.append(tokens[len(prompt) : len(prompt) + num_new].tolist())
+    return texts
 
 
 @pytest.mark.cpu_budget(6)  # compiles two steps
@@ -45,7 +55,7 @@ def test_the_flax_model_decodes_what_dense_attention_does(capsys):
     found = flax_layer.main()
     assert "new tokens of each sequence" in capsys.readouterr().out
     model = flax_layer.Model(2, 100, 64, rngs=flax_layer.nnx.Rngs(0))
-    assert found == [greedy(model, prompt, 6) for prompt in ([3, 1, 4, 1], [5, 9, 2])]
+    assert found == greedy(model, [[3, 1, 4, 1], [5, 9, 2]], 6)
 
 
 @pytest.mark.cpu_budget(6)
@@ -138,13 +148,16 @@ def test_the_agent_calls_tools_and_answers():
     from models.decoder import engine_model, load_checkpoint
     from models.text import Tokenizer, chat_defaults, read_chat_template
     from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
+    from pallas_paged.engine.sampling_params import SamplingMode
     from pallas_paged.server import create_app
+    from tests.support.engine_calls import use_modes
 
     folder = ROOT / "models" / "checkpoints" / "shakespeare"
     model, weights = engine_model(load_checkpoint(folder)[0])
     config = EngineConfig(num_pages=64, max_num_seqs=1, max_num_batched_tokens=64)
     tokenizer, template = Tokenizer(folder), read_chat_template(folder)
     engine = Engine(model, weights, config=config, tokenizer=tokenizer)
+    use_modes(engine, [SamplingMode(masks=True)])
     defaults = chat_defaults(folder, model, tokenizer, template)
     app = create_app(AsyncEngine(engine), chat_template=template, chat_defaults=defaults)
     with TestClient(app) as client:

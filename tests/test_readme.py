@@ -12,10 +12,13 @@ import pytest
 
 import pallas_paged as pp
 from docs.site_hooks import markdown_of
+from pallas_paged.engine import Engine
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support import experts_oracle
 from tests.support.attention_cases import TOLERANCE
 from tests.support.attention_model import greedy_of_weights
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.engine_calls import use_modes
 from tests.support.plain_model import greedy_tokens
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +50,19 @@ def names(monkeypatch):
     module = types.ModuleType("example")
     monkeypatch.setitem(sys.modules, "example", module)  # dataclasses look their module up
     return vars(module)
+
+
+@pytest.fixture
+def one_mode(monkeypatch):
+    """Engines have one mode for all that examples ask for, and so a fourth of the programs."""
+    mode = SamplingMode(prompt_logprobs=0, logprobs=MAX_LOGPROBS, draws=True)
+
+    def engine(*args, **options):
+        made = Engine(*args, **options)
+        use_modes(made, [mode])
+        return made
+
+    monkeypatch.setattr("pallas_paged.engine.Engine", engine)
 
 
 def test_example_of_the_first_page_prints_the_stated_shapes(names, capsys):
@@ -126,6 +142,7 @@ def test_example_of_latents_equals_an_oracle(names, capsys):
     np.testing.assert_allclose(names["lse"], lse, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.usefixtures("one_mode")
 @pytest.mark.cpu_budget(9)  # serves the demo model
 def test_engine_examples_print_the_stated_texts_and_serve_many_clients(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1
@@ -158,6 +175,7 @@ def test_tutorial_of_a_decode_loop_ends_with_the_tokens_of_a_larger_pool(names, 
     pp.check_page_table(names["cache"].table)
 
 
+@pytest.mark.usefixtures("one_mode")
 @pytest.mark.cpu_budget(6)
 def test_tutorial_of_the_engine_serves_a_plain_model(names, capsys):
     assert run_examples(text_of("examples/notebooks/engine.ipynb"), names, capsys) == 4
@@ -168,7 +186,7 @@ def test_tutorial_of_the_engine_serves_a_plain_model(names, capsys):
     assert names["engine"].idle
 
 
-@pytest.mark.usefixtures("exact_products")
+@pytest.mark.usefixtures("exact_products", "one_mode")
 @pytest.mark.cpu_budget(9)  # serves and trains
 def test_tutorial_of_reinforcement_learning_trains_the_demo_model(names, capsys):
     assert run_examples(text_of("docs/tutorials/rl.md"), names, capsys) == 1

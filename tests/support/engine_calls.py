@@ -73,10 +73,16 @@ def make_engine(
     if params is None:
         params = _WEIGHTS.setdefault(model, weights(model))
     engine = Engine(model, params, EngineConfig(**(SIZES | sizes)), tokenizer)
-    for replica in engine.replicas if modes else ():
+    if modes:
+        use_modes(engine, modes)
+    return engine
+
+
+def use_modes(engine: Engine, modes: Iterable[SamplingMode]) -> None:
+    """Let the steps of an engine use `modes`, which serve all requests, and no smaller ones."""
+    for replica in engine.replicas:
         for shape in replica.runner.buckets.all():
             replica.runner.compiled[shape] = {fit_mode(mode, shape) for mode in modes}
-    return engine
 
 
 def greedy(**params) -> SamplingParams:

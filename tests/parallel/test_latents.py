@@ -3,15 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from models.decoder import engine_model, load_checkpoint, repeat_kv_heads
+from models.decoder import load_checkpoint, repeat_kv_heads
 from models.decoder.sharding import config_on
-from tests.support.checkpoint_reads import recorded_reads
+from tests.support.checkpoints import assert_is_placed, recorded_reads
 from tests.support.devices import mesh
 from tests.support.engine_calls import MODES, PROMPTS, greedy, make_engine, serve, tokens_of
 from tests.support.latent_model import LatentModel, greedy_tokens
@@ -50,13 +47,7 @@ def test_a_device_reads_its_heads_and_experts_with_the_same_bits(name):
             assert parts == [1]
         else:  # K and V of kv_b_proj are two parameters
             assert parts == [0.5] * (4 if "kv_b_proj" in key else 2)
-    model, expected = engine_model(alone)
-    assert engine_model(decoder)[0] is model
-    params = nnx.state(decoder)
-    specs = jax.tree.leaves(model.param_specs(expected))
-    for x, y, spec in zip(*map(jax.tree.leaves, (params, expected)), specs, strict=True):
-        assert x.sharding == NamedSharding(there, spec) and x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    assert_is_placed(decoder, alone, there)
     experts = decoder.layers[1].mlp.experts
     assert experts.gate_up_proj.weight[...].sharding.spec == PartitionSpec("tensor")
     assert experts.down_proj.weight[...].sharding.spec == PartitionSpec("tensor")

@@ -22,7 +22,7 @@ from models.decoder import (
 from models.decoder.sharding import config_on
 from models.generate import generate
 from pallas_paged.engine import SamplingParams
-from tests.support.checkpoint_reads import recorded_reads
+from tests.support.checkpoints import assert_is_placed, recorded_reads
 from tests.support.commands import SIZES, run_command
 from tests.support.dense_oracle import CONFIG as TINY
 from tests.support.dense_oracle import DenseOracle, tiny_model
@@ -170,20 +170,12 @@ def test_a_checkpoint_read_onto_a_mesh_has_the_same_bits(tmp_path, name, num_dev
             kv = "k_proj" in key or "v_proj" in key
             count = min(num_devices, config_alone.num_kv_heads) if kv else num_devices
             assert parts == [1 / count] * num_devices
-    model, expected = engine_model(repeated)
     assert config == decoder.config == repeated.config == config_on(config_alone, num_devices)
-    assert engine_model(decoder)[0] is model
-    params = nnx.state(decoder)
-    assert jax.tree.structure(params) == jax.tree.structure(expected)
-    specs = jax.tree.leaves(model.param_specs(expected))
-    for x, y, spec in zip(*map(jax.tree.leaves, (params, expected)), specs, strict=True):
-        assert x.sharding == NamedSharding(there, spec)
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    assert_is_placed(decoder, repeated, there)
     if name == "random":  # which is a Llama
         save_checkpoint(tmp_path / "again", decoder, config)
         again, _ = load_checkpoint(tmp_path / "again")
-        jax.tree.map(np.testing.assert_array_equal, nnx.state(again), expected)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(repeated))
 
 
 def test_other_axes_of_a_mesh_have_copies(tmp_path):

@@ -29,6 +29,14 @@ def client(server):
     return server.client
 
 
+@pytest.fixture(scope="session")
+def api(server):
+    """OpenAI's own client of the server."""
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
 @pytest.fixture(autouse=True)
 def no_errors_in_the_log(caplog):
     """Fails a test during which a library logs an error or a traceback."""

@@ -11,12 +11,6 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 RENDERED = "[system] Be brief.\n[user] Hello\n[assistant] "
 
 
-@pytest.fixture(scope="module")
-def api(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 @pytest.mark.smoke
 def test_a_chat_at_once_and_streamed(api):
     options = dict(messages=MESSAGES, **GREEDY)

@@ -16,12 +16,6 @@ RENDERED = "[system] Brief.\n[user] Hi\n[assistant] "
 TOOL = {"type": "function", "name": "f", "parameters": {"const": {"a": 1}}}
 
 
-@pytest.fixture(scope="module")
-def api(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 def test_a_response_at_once_and_streamed(api):
     options = dict(input="Hi", instructions="Brief.", max_output_tokens=12, **GREEDY)
     response = api.responses.create(**options)

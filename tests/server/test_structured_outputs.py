@@ -19,12 +19,6 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def api(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 def test_a_chat_with_a_json_schema(api):
     schema = {"name": "person", "strict": True, "schema": SCHEMA}
     options = {"messages": MESSAGES, "max_tokens": 60} | GREEDY

@@ -37,12 +37,6 @@ PARSERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def api(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 def test_a_forced_call_at_once_and_streamed(api):
     options = dict(messages=MESSAGES, tools=[F], tool_choice=NAMED)
     (choice,) = api.chat.completions.create(**options, **GREEDY).choices

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from models.decoder import load_checkpoint
-from tests.support.checkpoint_reads import recorded_reads
+from tests.support.checkpoints import recorded_reads
 
 SECONDS = 10  # after which jax.distributed ends processes whose peers are dead
 

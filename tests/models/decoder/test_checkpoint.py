@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from models.decoder import CheckpointError, load_checkpoint, save_checkpoint, tensor_file
 from models.decoder.rope_scaling import LinearRopeScaling
+from tests.support.checkpoints import edit
 from tests.support.dense_oracle import CONFIG as TINY
 from tests.support.dense_oracle import tiny_model
 
@@ -59,13 +60,6 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def folder(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
-
-
-def edit(folder, changes):
-    """Replace tensors of model.safetensors; None removes one."""
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: np.asarray(value) for name, value in tensors.items() if value is not None}
-    save_file(kept, folder / "model.safetensors")
 
 
 def assert_same_weights(model, other):

@@ -17,6 +17,7 @@ from models.decoder import CheckpointError, ModelConfig, engine_model, load_chec
 from models.decoder.families import ARCHITECTURES
 from models.decoder.stored_experts import from_mxfp4
 from tests.support.attention_oracle import relative_error
+from tests.support.checkpoints import edit, weights_without_gradient
 from tests.support.dense_oracle import CONFIG, logits_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -265,19 +266,12 @@ def test_norms_whose_files_lack_1_are_f32_whatever_the_dtype(name):
 
 
 @pytest.mark.cpu_budget(6)
-@pytest.mark.parametrize("name", ["gpt_oss"])
-def test_gradients_reach_every_weight(name):
-    """Sinks, biases, a router, clamped gates."""
-    graphdef, params = nnx.split(load_checkpoint(GOLDENS / name)[0])
-    tokens = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
-
-    def loss(params):
-        logits = logits_of(params, tokens, graphdef)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0])
-
-    for path, gradient in nnx.to_flat_state(jax.jit(jax.grad(loss))(params)):
-        value = np.asarray(gradient.get_value())
-        assert np.isfinite(value).all() and np.any(value), path
+@pytest.mark.parametrize(
+    ("name", "without"), [("gpt_oss", set()), ("deepseek_v3", {"e_score_correction_bias"})]
+)
+def test_gradients_reach_every_weight_but_the_bias_of_a_choice(name, without):
+    """Sinks, biases, a router, clamped gates; latents, groups of experts."""
+    assert weights_without_gradient(load_checkpoint(GOLDENS / name)[0]) == without
 
 
 def test_mxfp4_is_decoded_as_ml_dtypes_decodes_its_halves():
@@ -294,6 +288,9 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 W2 = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 Q_NORM = "model.layers.0.self_attn.q_norm.weight"
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+ATTN = "model.layers.1.self_attn"
 
 
 @pytest.mark.parametrize(
@@ -316,13 +313,20 @@ Q_NORM = "model.layers.0.self_attn.q_norm.weight"
             {f"{GATE_UP}_blocks": np.zeros((4, 64, 1, 16), np.float32)},
             rf"{GATE_UP}_blocks: expected one of \('U8',\), found='F32'",
         ),
+        ("deepseek_v3", {GATE: None}, rf"missing tensor {GATE}, expected shape \(8, 32\)"),
+        (
+            "deepseek_v3",
+            {GATE: np.zeros((32, 8))},
+            rf"{GATE}: expected shape \(8, 32\), found=\(32, 8\)",
+        ),
+        ("deepseek_v3", {GATE.replace("3", "16"): np.zeros(1)}, "unexpected .*experts.16.gate"),
+        ("deepseek_v3", {BIAS: None}, f"missing tensor {BIAS}"),
+        ("deepseek_v3", {f"{ATTN}.kv_b_proj.weight": np.zeros(1)}, r"kv_b_proj.* \(88, 16\)"),
+        ("deepseek_v3", {f"{ATTN}.q_proj.weight": np.zeros(1)}, "unexpected tensor .*q_proj"),
     ],
 )
 def test_damaged_and_partial_checkpoints_are_refused_by_tensor(tmp_path, name, changes, message):
-    shutil.copytree(GOLDENS / name, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors") | changes
-    kept = {key: np.ascontiguousarray(x) for key, x in tensors.items() if x is not None}
-    save_file(kept, tmp_path / "model.safetensors")
+    edit(shutil.copytree(GOLDENS / name, tmp_path, dirs_exist_ok=True), changes)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path)
 

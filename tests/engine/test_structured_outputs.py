@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,13 @@ from tests.support.engine_calls import (
     steps_of,
     tokens_of,
 )
-from tests.support.piece_tokenizer import EOS, PIECES, PieceTokenizer, PlainPieceTokenizer
 
+_TEXTS = [*"0123456789abcde", *'"{}[]:,', "true", "false", "null", "-", " ", "\n", '{"', '":']
+_BYTES = [text.encode() for text in [*_TEXTS, "ab", '"a']] + [b"\xc3", b"\xa9"]
+_SPECIAL = ["<s>", "<tool>"]
+EOS = 39
+# Of 40 pieces that can write JSON.
+PIECES = [*_BYTES, *(name.encode() for name in _SPECIAL), b"\\", b".", b"</s>"]
 ENDING = replace(MODEL, eos_token_ids=(EOS,))
 MODES = [SamplingMode(masks=True, processors=True, draws=True)]  # serves all of them
 PERSON = {
@@ -38,6 +44,33 @@ PERSON = {
 LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
 SUM = 'start: term ("," term)~1..3\nterm: /[0-9]{1,2}/ | "[" term "]"'
 CHOICES = ["a", "ab", "é", 'b"c', "\\d", "e\ne"]
+
+
+class PieceTokenizer:
+    """Decodes special tokens to nothing, as tokenizers do; token 0 is the text "0"."""
+
+    def encode(self, text: str) -> list[int]:
+        return [PIECES.index(character.encode()) for character in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        pieces = [PIECES[token_id] for token_id in token_ids if not self.is_special(token_id)]
+        return b"".join(pieces).decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS or PIECES[token_id].decode(errors="replace") in _SPECIAL
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return PIECES[token_id]
+
+
+class PlainPieceTokenizer:
+    """The same tokens with no more than an engine needs; a text does not begin with a space."""
+
+    def __init__(self) -> None:
+        self.encode, self._decode = PieceTokenizer().encode, PieceTokenizer().decode
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids).removeprefix(" ")
 
 
 def make(tokenizer=None):

@@ -124,11 +124,7 @@ def test_as_many_pages_of_latents_fit_two_devices_as_one():
 
 
 def test_a_step_copies_no_pool_of_latents():
-    engine = engine_of(num_pages=MANY_PAGES)
-    runner = engine.replicas[0].runner
-    batch = runner.empty_batch(runner.buckets.all()[0], SamplingMode())  # of the largest shape
-    compiled = runner.executor.lower(batch).compile()
-    assert_copies_no_pool(compiled, runner.executor.pool_shape)
+    assert_copies_no_pool(engine_of(num_pages=MANY_PAGES))
 
 
 @needs_triton

@@ -11,7 +11,6 @@ import pytest
 from pallas_paged.engine.device.batch import NOT_SAMPLED
 from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.device.state import TableArrays
-from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import Decode, SchedulerOutput
 from tests.support.engine_calls import (
     MANY_PAGES,
@@ -187,21 +186,16 @@ def test_a_failed_fork_attach_or_retain_is_noted(call, valid):
 
 
 @pytest.fixture(scope="module")
-def greedy_loop():
+def looping():
     model = replace(MODEL, vocab_size=640)
     sizes = dict(num_pages=MANY_PAGES, max_num_seqs=16, max_num_batched_tokens=32)
-    runner = make_engine(model, **sizes).replicas[0].runner
-    batch = runner.empty_batch((16, 0), SamplingMode())
-    return runner, runner.executor.lower(batch).compile()
+    return make_engine(model, **sizes)
 
 
-def test_a_compiled_step_copies_no_pool_and_the_condition_of_its_loop_computes(greedy_loop):
-    runner, loop = greedy_loop
-    assert_copies_no_pool(loop, runner.executor.pool_shape)
-    mixed = runner.executor.lower(runner.empty_batch((16, 32), SamplingMode())).compile()
-    assert_copies_no_pool(mixed, runner.executor.pool_shape)
+def test_a_compiled_step_copies_no_pool_and_the_condition_of_its_loop_computes(looping):
+    assert_copies_no_pool(looping, (16, 32))
     # In a CUDA graph a loop waits for what its condition waits for, and for nothing without it.
-    text = greedy_loop[1].as_text()
+    text = assert_copies_no_pool(looping, (16, 0)).as_text()
     loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
     assert loops
     for name in loops:
@@ -211,9 +205,9 @@ def test_a_compiled_step_copies_no_pool_and_the_condition_of_its_loop_computes(g
 
 
 @pytest.mark.parametrize("mode", [*modes_for(None)[:-1:3], *slow(modes_for(None)[1:3])], ids=str)
-def test_a_loop_holds_no_sort_no_branch_and_no_other_loop(greedy_loop, mode):
+def test_a_loop_holds_no_sort_no_branch_and_no_other_loop(looping, mode):
     """A CUDA graph can't hold a sort, and a loop or branch in its loop would give wrong tokens."""
-    runner, _ = greedy_loop
+    runner = looping.replicas[0].runner
     lowered = runner.executor.lower(runner.empty_batch((16, 0), mode))
     if jax.default_backend() == "cpu":  # XLA makes loops of scatters there
         text, loop = lowered.as_text(), r"stablehlo\.while"

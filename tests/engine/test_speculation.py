@@ -187,9 +187,7 @@ def test_kernels_verify_drafts_as_the_plain_path_does():
 
 @own_programs
 def test_a_step_with_drafts_copies_no_pool():
-    runner = speculating(modes=GREEDY, num_pages=MANY_PAGES).replicas[0].runner
-    batch = runner.empty_batch((4, 0, K), SamplingMode())
-    assert_copies_no_pool(runner.executor.lower(batch).compile(), runner.executor.pool_shape)
+    assert_copies_no_pool(speculating(modes=GREEDY, num_pages=MANY_PAGES), (4, 0, K))
 
 
 @pytest.mark.slow

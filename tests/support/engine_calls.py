@@ -12,7 +12,6 @@ from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, Sa
 from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.program import fit_mode, modes_for
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.pages.pool import KVPool
 from tests.support.plain_model import PlainModel
 
 # A pool of this many pages is larger than any workspace of a step.
@@ -208,8 +207,14 @@ def assert_logprobs(entry: Any, wanted: np.ndarray, token: int, top: int) -> Non
         assert one.rank == 1 + np.sum(wanted > wanted[token_id])
 
 
-def assert_copies_no_pool(compiled: Any, pool: KVPool) -> None:
-    """A compiled step updates a pool of `MANY_PAGES` pages in place."""
+def assert_copies_no_pool(engine: Engine, shape: tuple[int, ...] | None = None) -> Any:
+    """A greedy step, of this shape or the largest, updates a pool of `MANY_PAGES` pages in place.
+
+    Returns the compiled step.
+    """
+    runner = engine.replicas[0].runner
+    batch = runner.empty_batch(shape or runner.buckets.all()[0], SamplingMode())
+    compiled, pool = runner.executor.lower(batch).compile(), runner.executor.pool_shape
     memory = compiled.memory_analysis()
     pages = pool.layers[0].k_pages
     # Less than half of one layer's K: the rest is workspace; cuBLAS takes 32 MiB.
@@ -217,6 +222,7 @@ def assert_copies_no_pool(compiled: Any, pool: KVPool) -> None:
     assert memory.alias_size_in_bytes > pool_bytes(pool)
     element = {"float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[pages.dtype.name]
     heads, num_pages, page_size, dim = pages.shape
-    shape = rf"{element}\[{heads},(?:{num_pages},{page_size}|{num_pages * page_size}),{dim}\]"
-    assert re.search(shape, compiled.as_text())
-    assert not re.search(rf"= \S*{shape}\S* copy\(", compiled.as_text())
+    array = rf"{element}\[{heads},(?:{num_pages},{page_size}|{num_pages * page_size}),{dim}\]"
+    assert re.search(array, compiled.as_text())
+    assert not re.search(rf"= \S*{array}\S* copy\(", compiled.as_text())
+    return compiled

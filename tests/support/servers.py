@@ -19,9 +19,10 @@ import jax
 
 from models.text import Tokenizer, read_chat_template, save_byte_tokenizer
 from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
-from pallas_paged.engine.device.program import fit_mode, modes_for
+from pallas_paged.engine.device.program import modes_for
 from pallas_paged.server.server import Server, listen
 from pallas_paged.server.service import ServerConfig, Service
+from tests.support.engine_calls import use_modes
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)
@@ -178,9 +179,7 @@ def small_engine(folder: Path | None) -> Engine:
     if folder is not None and not (folder / "tokenizer.json").exists():
         save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
     engine = Engine(MODEL, small_params(), SIZES, Tokenizer(folder) if folder is not None else None)
-    runner, mode = engine.replicas[0].runner, modes_for(None)[-1]
-    for shape in runner.buckets.all():
-        runner.compiled[shape] = {fit_mode(mode, shape)}
+    use_modes(engine, modes_for(None)[-1:])
     return engine
 
 

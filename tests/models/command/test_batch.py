@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from pallas_paged.engine import (
     CompletionOutput,
@@ -16,6 +15,7 @@ from pallas_paged.engine import (
     SamplingParams,
 )
 from tests.support.chat_folders import save_chat_folder
+from tests.support.checkpoints import edit
 
 
 @pytest.fixture
@@ -40,11 +40,6 @@ def serve(run, tmp_path):
 
 def tokens_of(record):
     return [completion["token_ids"] for completion in record["outputs"]]
-
-
-def edit_weights(folder, changes):
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | changes, file)
 
 
 def test_each_prompt_gets_a_line_of_output(serve):
@@ -246,7 +241,7 @@ def test_shared_prefixes_are_cached_unless_disabled(serve):
 
 def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(serve, copy, submitted):
     scale = np.array(0.01, np.float32)
-    edit_weights(copy, {f"model.layers.0.self_attn.{x}_scale": scale for x in "kv"})
+    edit(copy, {f"model.layers.0.self_attn.{x}_scale": scale for x in "kv"})
     args = ["--num-pages", "4096", "--checkpoint", str(copy), "--kv-cache-dtype"]
     # Bytes of K and V of a token, and of scales in int8.
     for option, dtype, size in (("int8", "int8", 2 * 20), ("fp8", "float8_e4m3fn", 2 * 16)):
@@ -305,7 +300,7 @@ def test_prompts_get_an_error_where_the_engine_dies(serve, monkeypatch, cause):
 
 def test_failed_completion_has_its_error_and_status_1(serve, run, copy):
     name = "model.embed_tokens.weight"
-    edit_weights(copy, {name: np.full((256, 32), np.nan, np.float32)})
+    edit(copy, {name: np.full((256, 32), np.nan, np.float32)})
     args = ["--checkpoint", str(copy)]
     status, results, _ = serve(["x"], *args)
     assert status == 1 and results[0]["outputs"][0]["finish_reason"] == "error"

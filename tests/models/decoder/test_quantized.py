@@ -121,8 +121,5 @@ def test_tokens_do_not_depend_on_other_requests(quantized, alone):
 def test_compiled_step_of_the_engine_copies_no_pool(config, kv_cache_dtype):
     if kv_cache_dtype == "fp8" and jax.default_backend() == "cpu":
         pytest.skip("XLA's CPU compiler widens float8 scatters and their operands")
-    engine = engine_of(tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES)
-    runner = engine.replicas[0].runner
-    batch = runner.empty_batch(runner.buckets.all()[0], SamplingMode())  # of the largest shape
-    compiled = runner.executor.lower(batch).compile()
-    assert_copies_no_pool(compiled, runner.executor.pool_shape)
+    sizes = dict(kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES)
+    assert_copies_no_pool(engine_of(tiny_model(config), **sizes))

@@ -52,7 +52,7 @@ _TRACES: dict[str, dict[str, Any]] = {
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = cli.make_parser("bench.serving", __doc__)
-    add_shape(parser, None)  # by trace
+    add_shape(parser, None, "; default: by trace")
     add = parser.add_argument
     add("--trace", choices=_TRACES, default="sharegpt", help="nano: that of nano-vllm's bench")
     add("--systems", nargs="*", choices=report.NAMES, help="default: by trace")

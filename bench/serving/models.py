@@ -49,10 +49,10 @@ class ServingShape:
         return token_bytes(model.kv_cache_spec, kv_cache_dtype)
 
 
-def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add `--shape` and how attention runs."""
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default=default, help="model sizes; its weights are random")
+def add_shape(parser: argparse.ArgumentParser, default: str | None, more: str = "") -> None:
+    """Add `--shape`, with more help, and how attention runs."""
+    add, text = parser.add_argument, f"model sizes; its weights are random{more}"
+    add("--shape", choices=SHAPES, default=default, help=text)
     add("--implementation", help="of attention; default: the best for the platform")
 
 

@@ -237,7 +237,7 @@ def _distance(name: str, kv: dict[str, float]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
     parser = cli.make_parser("bench.serving.quality", __doc__)
-    add_shape(parser, None)  # besides the checkpoint, on random tokens
+    add_shape(parser, None, ", and so are its tokens; beside or without a checkpoint")
     add, positive = parser.add_argument, cli.at_least(1)
     add("--checkpoint", type=Path, help="folder in Hugging Face format; needs --text")
     add("--text", type=Path, help="the checkpoint is measured on its last tenth")

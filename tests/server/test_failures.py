@@ -66,7 +66,7 @@ def test_a_tokenizer_that_blocks_holds_up_requests_but_not_their_limits(tmp_path
         assert gate.wait(60)
         return decode(token_ids)
 
-    with RunningServer(tmp_path, engine, request_timeout=0.6) as server:
+    with RunningServer(tmp_path, engine, request_timeout=2.0) as server:
         engine.tokenizer.decode = wait
         with pytest.raises(httpx.TransportError):
             server.client.post(TEXT, json=SHORT)

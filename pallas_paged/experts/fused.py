@@ -77,8 +77,7 @@ def fused_experts(
         swiglu_limit: gpt-oss: `down((up + 1) * gate * sigmoid(1.702 gate))`, with gate at most and
             up in size at most this number.
         implementation: `"mosaic_sm90"`, kernels for a Hopper GPU; `"xla"`, loops over tiles of
-            rows; or None for the kernels where they can do the call, but not for gradients of
-            weights.
+            rows; or None for the kernels where they can do the call.
         interpret: run the kernels of `"mosaic_sm90"` interpreted, on any device.
 
     Returns:

@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from pallas_paged.engine import SamplingParams
 from pallas_paged.server import generation
 from tests.support.servers import RunningServer, expected_text, small_engine, wait_until
 
@@ -59,6 +60,7 @@ def test_a_tokenizer_that_blocks_holds_up_requests_but_not_their_limits(tmp_path
     """It blocks the thread of the engine; the server answers, and cuts what takes too long."""
     monkeypatch.setattr(generation, "GRACE_SECONDS", 0.2)
     engine, gate, blocked = small_engine(tmp_path), threading.Event(), threading.Event()
+    engine.generate(["Short"], SamplingParams(max_tokens=6))  # compiles the steps
     decode = engine.tokenizer.decode
 
     def wait(token_ids):
@@ -70,7 +72,7 @@ def test_a_tokenizer_that_blocks_holds_up_requests_but_not_their_limits(tmp_path
         engine.tokenizer.decode = wait
         with pytest.raises(httpx.TransportError):
             server.client.post(TEXT, json=SHORT)
-        assert blocked.is_set() and server.client.get("/health").json() == {"status": "ok"}
+        assert blocked.wait(60) and server.client.get("/health").json() == {"status": "ok"}
         gate.set()
         engine.tokenizer.decode = decode
         server.wait_until_idle()

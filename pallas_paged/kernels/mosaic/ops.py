@@ -6,7 +6,6 @@ Modules with their own PTX branch on `interpret` as well.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -90,20 +89,6 @@ def run_kernel(
         interpret=interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     return jax.tree.unflatten(jax.tree.structure(outputs), results)
-
-
-def shared_memory_bytes(types: Any, params: plgpu.CompilerParams) -> int:
-    """Return the bytes of shared memory that a program with scratch of these types needs.
-
-    The compiler aligns every buffer to 1 KB. It adds barriers of 8 bytes and a buffer for
-    reductions across warps.
-    """
-    leaves = jax.tree.leaves(types)
-    barriers = [x for x in leaves if isinstance(x, plgpu.Barrier)]
-    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves if x not in barriers]
-    sizes.append(8 * sum(int(np.prod(x.num_barriers)) for x in barriers))  # int or tuple
-    sizes.append(params.reduction_scratch_bytes)
-    return sum(pl.cdiv(size, 1024) * 1024 for size in sizes)
 
 
 def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
+from typing import Any
 
 import jax
+import numpy as np
 
 V_HEAD_DIMS = ((192, 128),)  # of K and of V of ragged calls, where they differ
 
@@ -24,3 +27,23 @@ def why_not_jax() -> str | None:
     except TypeError:
         return reason
     return None
+
+
+def shared_memory_bytes(types: Any, params: Any) -> int:
+    """Return the bytes of shared memory that a program with scratch of these types needs.
+
+    The compiler aligns every buffer to 1 KB. It adds barriers of 8 bytes and a buffer for
+    reductions across warps.
+
+    Args:
+        types: a tree.
+        params: a `CompilerParams` of Mosaic.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    leaves = jax.tree.leaves(types)
+    barriers = [x for x in leaves if isinstance(x, plgpu.Barrier)]
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves if x not in barriers]
+    sizes.append(8 * sum(int(np.prod(x.num_barriers)) for x in barriers))  # int or tuple
+    sizes.append(params.reduction_scratch_bytes)
+    return sum(-(-size // 1024) * 1024 for size in sizes)

@@ -126,7 +126,6 @@ def shared_memory(
         v_head_dim: of V, if it is not `head_dim`.
         kv_dtype: of the pages; queries have 16-bit elements.
     """
-    from pallas_paged.kernels.mosaic import ops
     from pallas_paged.kernels.mosaic_sm90 import ragged
 
     one_byte = jnp.dtype(kv_dtype).itemsize == 1
@@ -135,4 +134,4 @@ def shared_memory(
     sizes |= {"page_size": config.block_k, "dtype": jnp.bfloat16}
     sizes |= {"kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
     types = ragged.scratch_types(config, **sizes)
-    return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
+    return mosaic_support.shared_memory_bytes(types, ragged.COMPILER_PARAMS)

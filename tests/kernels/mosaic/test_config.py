@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
+from pallas_paged.kernels.mosaic.support import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80 import config as sm80
 from pallas_paged.kernels.mosaic_sm80 import decode as sm80_decode
 from pallas_paged.kernels.mosaic_sm80 import ops as sm80_ops

@@ -29,7 +29,7 @@ from tests.support.quantized_cases import Quantized
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
 
-from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
+from pallas_paged.kernels.mosaic.support import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80 import latent, latent_program, ops
 
 # The interpreter multiplies the poisoned values too.

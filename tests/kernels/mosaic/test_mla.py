@@ -1,5 +1,6 @@
-"""Multi-head latent attention by the kernel for Ampere and later, without a GPU interpreted."""
+"""Multi-head latent attention by the kernels of both families, without a GPU interpreted."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.call import Arrays, Call
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80.latent_config import (
@@ -18,12 +19,13 @@ from pallas_paged.kernels.mosaic_sm80.latent_config import (
     latent_config,
     latent_shared_memory,
 )
-from tests.support import latent_calls
-from tests.support.attention_calls import assert_same_bits
+from pallas_paged.kernels.mosaic_sm90.support import why_not_latents
+from tests.support.attention_calls import STATIC, assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
-from tests.support.devices import implementations_here
-from tests.support.latent_calls import assert_near, every_option
+from tests.support.attention_oracle import attend, relative_error
+from tests.support.devices import HOPPER, implementations_here
 from tests.support.marks import slow
+from tests.support.page_layouts import of_heads
 from tests.support.quantized_cases import Quantized
 
 if reason := mosaic_support.why_not_jax():
@@ -35,24 +37,59 @@ from pallas_paged.kernels.mosaic_sm80 import latent, latent_program, ops
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
-INTERPRET = "mosaic_sm80" not in implementations_here()
-HOW = dict(implementation="mosaic_sm80", interpret=INTERPRET)
-V = 64  # elements of a latent; a rotary key has the others
-latents = partial(mosaic_case, num_kv_heads=1, head_dim=V + 64, num_q_heads=4, pages_per_seq=9)
+SM80, SM90 = "mosaic_sm80", "mosaic_sm90"
+INTERPRETED = {SM80, SM90} - {*implementations_here()}
+SCALE = 0.1
+V = 64  # elements of a latent, of Hopper's 512; a rotary key has the others
+latents = partial(mosaic_case, num_kv_heads=1, pages_per_seq=9)
+small = partial(latents, head_dim=V + 64, num_q_heads=4)
 FEW = (130, 0, 64, 1)
-decode = partial(latents, seq_lens=FEW)
+decode = partial(small, seq_lens=FEW)
 # A tile has rows of several tokens; a sequence has several tiles; one has no queries.
-ragged = partial(latents, seq_lens=(100, 40, 11), q_lens=(5, 0, 11), num_tokens=18)
+ragged = partial(small, seq_lens=(100, 40, 11), q_lens=(5, 0, 11), num_tokens=18)
 TREE = np.random.default_rng(0).random((3, 11, 11)) < 0.5
 TREE[0, 7] = False
+# More than 16 query rows of a sequence: Hopper's kernel leaves fewer to that for Ampere.
+large = partial(latents, head_dim=512 + 64)
+decode_90 = partial(large, seq_lens=(70, 0), num_q_heads=24)
+ragged_90 = partial(large, seq_lens=(70, 20), q_lens=(6, 5), num_tokens=13, num_q_heads=3)
+TREE_90 = np.random.default_rng(0).random((2, 6, 6)) < 0.5
+TREE_90[0, 3] = False
 
 
-def attend_latents(arrays, v=V, **options):
-    return latent_calls.attend_latents(arrays, v=v, **HOW, **options)
+def every_option(num_q_heads, **others):
+    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
+    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
+    return dict(soft_cap=3.0, sliding_window=30, **per_head) | others
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "interpret", "v"))
+def _compiled(q, pages, *arrays, kv_layout, v, k_scales=None, **options):
+    layer = pp.LayerKV(pages, k_scales=k_scales, kv_layout=kv_layout, v_head_dim=v)
+    how = dict(sm_scale=SCALE, return_lse=True)
+    return pp.mla_attention(q[..., :v], q[..., v:], layer, *arrays, **how, **options)
+
+
+def attend_latents(arrays, v=V, family=SM80, kv_layout="HPND", **options):
+    """(out, lse) of a call whose K pages are latents of `v` elements; with `k_scales` in HPND."""
+    q, pages, _, *others = arrays
+    how = dict(kv_layout=kv_layout, v=v, implementation=family, interpret=family in INTERPRETED)
+    return _compiled(q, of_heads(pages, kv_layout), *others, **how, **options)
 
 
 def expected_of(arrays, v=V, **options):
-    return latent_calls.expected_of(arrays, v=v, **options)
+    q, pages, _, *others = arrays
+    out, lse = attend(q, pages, pages, *others, sm_scale=SCALE, **options)
+    return out[..., :v], lse
+
+
+def assert_near(actual, expected, tolerance):
+    (out, lse), (expected_out, expected_lse) = (map(np.asarray, x) for x in (actual, expected))
+    empty = np.isneginf(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    np.testing.assert_array_equal(out[empty], 0)
+    assert relative_error(out, expected_out) <= tolerance
+    np.testing.assert_allclose(lse[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
 
 
 SPLIT = dict(fixed_split_size=64)
@@ -78,6 +115,19 @@ SLOW_CALLS = [
     (ragged(num_q_heads=64), dict(tree_mask=TREE)),
     (ragged(), dict(causal=False)),
 ]
+CALLS_90 = [
+    (decode_90(), every_option(24, **SPLIT)),
+    (ragged_90(dtype="float16"), dict(tree_mask=TREE_90, sliding_window=6, **SPLIT)),
+]
+SLOW_CALLS_90 = [
+    (decode_90(num_q_heads=128), {}),  # a cluster of two programs
+    (ragged_90(num_q_heads=72), dict(tree_mask=TREE_90)),  # whose last has few rows
+    (decode_90(page_size=8, pages_per_seq=16), {}),
+    (decode_90(page_size=128), dict(kv_layout="NHD")),
+    (ragged_90(), every_option(3)),
+    (ragged_90(num_q_heads=40), {}),  # tiles begin within the heads of a token
+    (ragged_90(), dict(causal=False)),
+]
 
 
 def name_of(value):
@@ -88,10 +138,20 @@ def name_of(value):
 
 @pytest.mark.parametrize(("case", "options"), [*CALLS, *slow(SLOW_CALLS)], ids=name_of)
 def test_equals_the_oracle(case, options):
+    assert_equals_the_oracle(case, options, V, SM80)
+
+
+@pytest.mark.cpu_budget(25)  # interpreted
+@pytest.mark.parametrize(("case", "options"), [*CALLS_90, *slow(SLOW_CALLS_90)], ids=name_of)
+def test_on_hopper_equals_the_oracle(case, options):
+    assert_equals_the_oracle(case, options, 512, SM90)
+
+
+def assert_equals_the_oracle(case, options, v, family):
     arrays = case.make()
-    actual = attend_latents(arrays, **options)
+    actual = attend_latents(arrays, v, family, **options)
     given = {k: x for k, x in options.items() if k not in ("fixed_split_size", "kv_layout")}
-    assert_near(actual, expected_of(arrays, **given), case.tolerance)
+    assert_near(actual, expected_of(arrays, v, **given), case.tolerance)
 
 
 ONE_BYTE = [
@@ -122,24 +182,27 @@ LENGTHS = (0, 1, 31, 33, 5000, *range(200, 3000, 97))
 PROMPTS = dict(seq_lens=(700, 0, 65, 3000, 1), q_lens=(700, 0, 1, 130, 1), num_tokens=1000)
 
 
-@pytest.mark.skipif(INTERPRET, reason="takes too long where the kernel is interpreted")
 @pytest.mark.parametrize("with_options", [False, True], ids=["plain", "options"])
-@pytest.mark.parametrize("num_q_heads", [16, 128])
+@pytest.mark.parametrize(
+    ("family", "num_q_heads"), [(SM80, 16), (SM80, 128), (SM90, 20), (SM90, 128)]
+)
 @pytest.mark.parametrize("rows", [dict(seq_lens=LENGTHS), dict(seq_lens=(5000,)), PROMPTS])
-def test_real_sizes_on_a_gpu(rows, num_q_heads, with_options):
-    case = latents(num_q_heads=num_q_heads, **rows, **REAL)
+def test_real_sizes_on_a_gpu(rows, family, num_q_heads, with_options):
+    if family in INTERPRETED:
+        pytest.skip("takes too long where the kernel is interpreted")
+    case = latents(num_q_heads=num_q_heads, **rows | REAL)
     arrays, options = case.make(), every_option(num_q_heads) if with_options else {}
-    first = attend_latents(arrays, v=512, **options)
-    assert_near(first, expected_of(arrays, v=512, **options), case.tolerance)
+    first = attend_latents(arrays, 512, family, **options)
+    assert_near(first, expected_of(arrays, 512, **options), case.tolerance)
     for _ in range(100):
-        assert_same_bits(attend_latents(arrays, v=512, **options), first)
+        assert_same_bits(attend_latents(arrays, 512, family, **options), first)
 
 
-@pytest.mark.skipif(INTERPRET, reason="takes too long where the kernel is interpreted")
+@pytest.mark.skipif(SM80 in INTERPRETED, reason="takes too long where the kernel is interpreted")
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("rows", [dict(seq_lens=LENGTHS), PROMPTS], ids=["decode", "prompts"])
 def test_real_sizes_of_one_byte_on_a_gpu(rows, kv_dtype):
-    case = latents(num_q_heads=16, **rows, **REAL)
+    case = latents(num_q_heads=16, **rows | REAL)
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype).make()
     *arrays, k_scales, _ = arrays
     first = attend_latents(arrays, v=512, k_scales=k_scales)
@@ -181,7 +244,7 @@ def test_queries_with_positions_equal_xla():
     )
     options = LogitOptions(sm_scale=0.1, sliding_window=40)
     config = LatentConfig(block_q=32, block_k=16, num_stages=2, num_programs=3)
-    kernel = partial(latent.latent_attention, config=config, interpret=INTERPRET)
+    kernel = partial(latent.latent_attention, config=config, interpret=SM80 in INTERPRETED)
     functions = (partial(f, options=options) for f in (kernel, xla.ragged_paged_attention))
     for actual, expected in zip(*(jax.jit(f)(arrays) for f in functions), strict=True):
         np.testing.assert_allclose(np.float32(actual), np.float32(expected), atol=0.02)
@@ -208,7 +271,9 @@ def test_other_latents_are_refused(change, message):
     q, q_pe = (jnp.zeros((1, 4, x), dtype) for x in (v, rope))
     arrays = layer, np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     with pytest.raises(NotImplementedError, match=message):
-        pp.mla_attention(q, q_pe, *arrays, sm_scale=0.1, **HOW)
+        pp.mla_attention(
+            q, q_pe, *arrays, sm_scale=SCALE, implementation=SM80, interpret=SM80 in INTERPRETED
+        )
 
 
 DEEPSEEK = dict(head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)
@@ -267,3 +332,25 @@ def test_shared_memory_is_that_of_the_scratch(block_q, kv_dtype):
 def test_heads_are_divided_only_into_full_tiles():
     found = [head_tiles(heads, 32) for heads in (16, 32, 48, 64, 128)]
     assert found == [1, 1, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        (dict(num_q_heads=16), "tiles of 64 rows"),
+        (dict(num_q_heads=16, kernel="ragged", num_tokens=32), None),
+        (dict(page_size=4), "page_size of at least 8, not 4"),
+        (dict(head_dim=256), r"latents of \(512, 64\) elements, not \(256, 64\)"),
+    ],
+    ids=str,
+)
+def test_which_calls_are_left_to_the_kernel_for_ampere(change, reason):
+    sizes = dict(kernel="decode", num_tokens=4, num_q_heads=32, head_dim=512, page_size=16)
+    dtype = np.dtype("float16")
+    call = Call(
+        device=HOPPER, dtype=dtype, kv_dtype=dtype, num_seqs=4, num_kv_heads=1, max_kv_len=64,
+        rope_dim=64, **sizes | change,
+    )  # fmt: skip
+    found = why_not_latents(call)
+    assert found is None if reason is None else re.search(reason, found)

@@ -332,6 +332,8 @@ def _routes(graphdef: Any, weights: Any, tokens: jax.Array) -> jax.Array:
     recorded: list[jax.Array] = []
 
     class Recorded:
+        routed_experts = None
+
         def __init__(self) -> None:
             self.attend = dense_attend()
 

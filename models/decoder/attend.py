@@ -97,7 +97,11 @@ class ParallelAttend(Attend, Protocol):
 
 @runtime_checkable
 class RoutedAttend(Attend, Protocol):
-    """An `Attend` that reports to which experts tokens went: the engine's."""
+    """An `Attend` that reports to which experts tokens went, and may give them: the engine's."""
+
+    @property
+    def routed_experts(self) -> jax.Array | None:
+        """Experts i32[T, layers with experts, k] to use, as `Decoder` takes them, or None."""
 
     def record(self, experts: jax.Array) -> None:
         """Take the experts i32[T, k] of the next layer with experts."""

@@ -184,7 +184,7 @@ class Decoder(nnx.Module):
             dropout: applied to the embeddings and to each residual branch (training only).
             routed_experts: i32[..., layers with experts, k], experts to use in place of the
                 router's choice, such as those of `Rollouts`; below 0: the router's own. Their
-                weights are this router's. None: the router's own.
+                weights are this router's. None: those of `attend`, or the router's own.
 
         Returns:
             hidden [..., E], and the cache as `attend` left it (None for None).
@@ -197,6 +197,8 @@ class Decoder(nnx.Module):
         num_layers = self.config.num_layers
         if cache is not None and len(cache) != num_layers:
             raise ValueError(f"{len(cache)=} must equal {num_layers=}")
+        if routed_experts is None and isinstance(attend, RoutedAttend):
+            routed_experts = attend.routed_experts
         angles = rotation(positions, self.config, whole_rows=cache is None)
         window_angles, of_windows = angles, self.config.of_windows()
         if of_windows != self.config:

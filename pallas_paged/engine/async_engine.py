@@ -194,14 +194,20 @@ class AsyncEngine:
         return await self._call(self._engine.pool_map)
 
     async def score(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        routed_experts: Sequence[np.ndarray] | None = None,
     ) -> np.ndarray:
         """Return the log-probabilities of given completions, `f32[B, T]`, as `Engine.score`.
 
         Other requests go on meanwhile. Cancelling it aborts what it has submitted.
         """
         self._engine.replicas.check_usable()
-        requests = score_requests(self._engine._inputs, prompts, completions)
+        inputs, shape = self._engine._inputs, None
+        if routed_experts is not None:  # its first call traces the model
+            shape = await self._call(self._engine._experts_shape)
+        requests = score_requests(inputs, prompts, completions, routed_experts, shape)
         streams = self._submit([request for request in requests if request is not None])
         try:
             for stream in streams:

@@ -182,26 +182,38 @@ class Engine:
         return [request.output() for request in requests]
 
     def score(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        routed_experts: Sequence[np.ndarray] | None = None,
     ) -> np.ndarray:
         """Return the log-probabilities of given completions under the current weights.
 
-        The prompts run in chunks beside whatever else runs; equal prefixes are computed once.
+        The prompts run in chunks beside whatever else runs; equal prefixes are computed once, but
+        not with given experts, which neither read nor fill the prefix cache.
 
         Args:
             prompts: token ids of B prompts, at least one token each.
             completions: token ids of a completion for each.
+            routed_experts: integers `[P + T - 1, L, k]` for each, experts to use in place of the
+                router's: of each token but the last, and of each of the model's L layers with
+                experts, as `CompletionOutput.routed_experts` has them. Rows below 0 may follow, as
+                padding. Their weights are those of this model's router. Below 0: the router's own.
+                What an index does that the model does not have, it decides: by those of `models/`
+                no expert computes. None: the router's own.
 
         Returns:
             `f32[B, T]`, log-probability of each token of each completion under the raw logits,
             padded on the right with 0. T is the length of the longest completion.
 
         Raises:
-            ValueError: the lists differ in length, or a sequence can't be served; none was started.
+            ValueError: the lists differ in length, a sequence can't be served, or the experts are
+                not of as many tokens and of this model; none was started.
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
-        requests = score_requests(self._inputs, prompts, completions)
+        shape = None if routed_experts is None else self._experts_shape()
+        requests = score_requests(self._inputs, prompts, completions, routed_experts, shape)
         self._run([request for request in requests if request is not None], progress=False)
         return scores_of(requests)
 
@@ -339,6 +351,9 @@ class Engine:
                 for request in requests:
                     self.replicas.abort(request)
             raise
+
+    def _experts_shape(self) -> tuple[int, int] | None:
+        return self.replicas[0].runner.routed_experts_shape
 
     def _step(self) -> None:
         self._check_awake()

@@ -146,6 +146,15 @@ class Attend(Protocol):
 
     is_token: jax.Array
 
+    @property
+    def routed_experts(self) -> jax.Array | None:
+        """Experts that tokens must use in place of the router's choice, or None.
+
+        `i32[T, L, k]`, of the L layers with experts in their order; below 0: the router's own. The
+        weights are those of the router at these experts. None if no request of the batch gives any.
+        A model that does not read it can't score with given experts.
+        """
+
     def __call__(
         self,
         q: jax.Array,

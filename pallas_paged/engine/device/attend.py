@@ -100,6 +100,9 @@ class PagedAttend:
                 window of these layers, left of which pages may be free.
         """
         self._recorded: list[jax.Array] = []
+        given = None if chunks is None else chunks.routed_experts
+        self._routed_experts = None if given is None else given.astype(jnp.int32)
+        self.ignores_experts = given is not None  # until the model has taken them
         self._rows, self._chunks = decode_rows, chunks
         self._pages = self._of_table(table, slot_mapping, None)
         self._window_pages = None if windows is None else self._of_table(*windows)
@@ -112,6 +115,11 @@ class PagedAttend:
         self.row_linear_norm = partial(row_linear_norm, peers=peers)
         self.embed = partial(embed, peers=peers)
         self._seen: list[jax.Array] = []  # pages that a call has taken or returned
+
+    @property
+    def routed_experts(self) -> jax.Array | None:
+        self.ignores_experts = False
+        return self._routed_experts
 
     def record(self, experts: jax.Array) -> None:
         self._recorded.append(experts)

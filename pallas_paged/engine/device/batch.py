@@ -37,6 +37,8 @@ class ChunkBatch:
         is_last: `bool[max_num_seqs]`, whether the chunk ends with the slot's last known token.
         targets: `i32[T]`, the token after each, -1 where its log-probability is not wanted; None
             if none is.
+        routed_experts: `i16[T, L, k]`, experts to use in place of the router's, -1 where requests
+            give none; None if no chunk has any, so that the programs of other batches lack it.
     """
 
     token_ids: Array
@@ -44,6 +46,7 @@ class ChunkBatch:
     slots: Array
     is_last: Array
     targets: Array | None
+    routed_experts: Array | None = None
 
 
 @pytree
@@ -158,6 +161,7 @@ class BatchBuckets:
                 slots=slots,
                 is_last=is_last,
                 targets=targets,
+                routed_experts=_routed_experts(chunks, num_tokens),
             )
         return Batch(
             decode_slots=decoding,
@@ -168,6 +172,20 @@ class BatchBuckets:
             speculation=config.speculation if drafts else None,
             num_verifications=np.int32(num_verifications) if drafts else None,
         )
+
+
+def _routed_experts(chunks: list[Chunk], num_tokens: int) -> np.ndarray | None:
+    """Return the given experts of this many tokens, which begin with those of the chunks."""
+    given = [chunk.routed_experts for chunk in chunks]
+    shape = next((one.shape[1:] for one in given if one is not None), None)
+    if shape is None:
+        return None
+    packed, start = np.full((num_tokens, *shape), -1, np.int16), 0
+    for chunk, one in zip(chunks, given, strict=True):
+        if one is not None:
+            packed[start : start + len(one)] = one
+        start += len(chunk.token_ids)
+    return packed
 
 
 def _powers(least: int, most: int) -> list[int]:

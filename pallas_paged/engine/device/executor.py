@@ -310,9 +310,13 @@ class Executor:
             self._program_cache.save(self._arguments(batch), program)
             self._programs[_kind(batch)] = program
 
-    def trace(self, batch: Batch) -> None:
-        """Trace the step of a batch, so that a model that it can't run fails now."""
-        jax.eval_shape(self._step, *self._arguments(batch))
+    def trace(self, batch: Batch) -> StepOutput:
+        """Trace the step of a batch, so that a model that it can't run fails now.
+
+        Returns:
+            Shapes and dtypes of the output.
+        """
+        return jax.eval_shape(self._step, *self._arguments(batch))[1]
 
     def read(self, arrays: Any) -> Any:
         """Wait for arrays of the device, and return them as NumPy arrays."""
@@ -355,5 +359,8 @@ _ARRAYS = [one.name for one in fields(EngineState) if one.name != "kept_tokens"]
 
 def _kind(batch: Batch) -> tuple[Any, ...]:
     """Return what batches of one program have in common."""
-    num_tokens = None if batch.chunks is None else batch.chunks.token_ids.size
-    return batch.decode_slots.size, num_tokens, batch.mode, batch.max_num_steps, batch.speculation
+    num_tokens, has_experts = None, False
+    if (chunks := batch.chunks) is not None:
+        num_tokens, has_experts = chunks.token_ids.size, chunks.routed_experts is not None
+    shape = batch.decode_slots.size, num_tokens, has_experts
+    return *shape, batch.mode, batch.max_num_steps, batch.speculation

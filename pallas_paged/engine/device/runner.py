@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import accumulate, zip_longest
 from operator import or_
 from typing import Any
@@ -45,15 +45,15 @@ class ModelRunner:
     Attributes:
         buckets: shapes of the batches.
         executor: the state on the devices, and the calls on it.
-        compiled: the sampling modes of the steps of each shape so far. A step of another mode uses
-            the smallest of them that covers it, if any does.
+        compiled: the sampling modes of the steps of each shape so far, (shape, True) with given
+            experts. A step of another mode uses the smallest of them that covers it, if any does.
     """
 
     def __init__(self, executor: Executor):
         config = executor.config
         self.executor = executor
         self.buckets = BatchBuckets(config)
-        self.compiled: dict[Shape, set[SamplingMode]] = {}
+        self.compiled: dict[Shape | tuple[Shape, bool], set[SamplingMode]] = {}
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
@@ -61,6 +61,24 @@ class ModelRunner:
     def num_compiled(self) -> int:
         """Number of steps compiled: shapes times sampling modes."""
         return sum(map(len, self.compiled.values()))
+
+    @cached_property
+    def routed_experts_shape(self) -> tuple[int, int] | None:
+        """Layers with experts and experts of a token (L, k) that the model reports, or None.
+
+        Traces the model, and compiles nothing.
+
+        Raises:
+            ValueError: it reports experts, and does not use given ones.
+        """
+        batch = self.empty_batch(self.buckets.all()[0], SamplingMode(routed_experts=True))
+        if (reported := self.executor.trace(batch).routed_experts) is None:
+            return None
+        assert batch.chunks is not None
+        given = np.full(reported.shape, -1, np.int16)
+        self.executor.trace(replace(batch, chunks=replace(batch.chunks, routed_experts=given)))
+        _, num_layers, k = reported.shape
+        return num_layers, k
 
     @property
     def table(self) -> PageTable:
@@ -139,7 +157,8 @@ class ModelRunner:
         num_verifications: int = 0,
     ) -> StepOutput:
         """Dispatch a batch."""
-        compiled = self.compiled.setdefault(shape, set())
+        has_experts = any(chunk.routed_experts is not None for chunk in chunks)
+        compiled = self.compiled.setdefault((shape, True) if has_experts else shape, set())
         if mode not in compiled:  # a larger one serves as well
             mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)

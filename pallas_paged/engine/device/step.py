@@ -70,8 +70,8 @@ class Call:
             experts `i32[T, L, k]` if the mode asks for them.
 
         Raises:
-            ValueError: while tracing: the hidden states are not `[T, E]`, or the cache is not what
-                `attend` returned for each layer.
+            ValueError: while tracing: the hidden states are not `[T, E]`, the cache is not what
+                `attend` returned for each layer, or given experts were not used.
         """
         mappings = tuple(slot_mapping(table, token_rows, positions) for table in state.tables)
         spec, cache, windows = self.model.kv_cache_spec, state.pool.layers, None
@@ -98,6 +98,8 @@ class Call:
             if not isinstance(new, LayerKV) or new.k_pages is old.k_pages:
                 what = f"layer {index} of the model's cache"
                 raise ValueError(f"{what} must be what `attend` returned")
+        if attend.ignores_experts:
+            raise ValueError("the model must use attend.routed_experts to take given experts")
         state = replace(state, pool=KVPool(layers=tuple(layers)))
         experts = attend.recorded if self.batch.mode.routed_experts else None
         return state, hidden, mappings, experts

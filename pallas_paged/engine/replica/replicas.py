@@ -34,7 +34,8 @@ class Router:
     goes to the replica with the longest prefix of it: in its prefix cache, or in a prompt that it
     was sent before, which may not be computed yet. Replicas that are both a quarter and four such
     requests ahead of the least loaded one do not count. If no other has a prefix of two pages, the
-    request goes to the least loaded one, which then computes the prefix as well.
+    request goes to the least loaded one, which then computes the prefix as well. So does one with
+    given experts, which has no prefix in common with others.
     """
 
     def __init__(self, replicas: Sequence[Replica], page_size: int):
@@ -49,7 +50,7 @@ class Router:
         loads = [replica.load for replica in self._replicas]
         least = min(loads)
         chosen = loads.index(least)
-        if self._replicas[0].cache is not None:
+        if self._replicas[0].cache is not None and request.given_experts is None:
             blocks = _blocks(request, self._page_size)
             most = max(_MAX_RATIO * least, least + _MAX_REQUESTS * request.load)
             found = [

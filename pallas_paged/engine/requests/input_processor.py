@@ -186,18 +186,35 @@ _PARAMS = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detok
 
 
 def score_requests(
-    inputs: InputProcessor, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    inputs: InputProcessor,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    routed_experts: Sequence[np.ndarray] | None = None,
+    experts_shape: tuple[int, int] | None = None,
 ) -> list[Request | None]:
-    """Return a request for each completion, None for an empty one; as in `Engine.score`.
+    """Return a request for each completion, None for an empty one.
+
+    Args:
+        inputs: makes the requests.
+        prompts, completions, routed_experts: as in `Engine.score`.
+        experts_shape: (L, k) of the experts that the model reports; None if it reports none.
 
     Raises:
-        ValueError: the lists differ in length, or a sequence can't be served.
+        ValueError: the lists differ in length, a sequence can't be served, or its experts are not
+            those of such a model.
     """
     check_lists(prompts=prompts, completions=completions)
     if len(prompts) != len(completions):
         raise ValueError(
             f"{len(prompts)} prompts must have as many completions, not {len(completions)}"
         )
+    if routed_experts is not None:
+        check_lists(routed_experts=routed_experts)
+        if len(routed_experts) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts must have as many routed_experts, not "
+                f"{len(routed_experts)}"
+            )
     requests: list[Request | None] = []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         try:
@@ -205,10 +222,49 @@ def score_requests(
                 raise ValueError("prompts and completions must be token ids, not texts")
             start, end = inputs.token_ids(prompt), inputs.token_ids(completion, empty=True)
             request = inputs.request(start + end, _PARAMS, score_start=len(start)) if end else None
+            if routed_experts is not None:
+                num_tokens = len(start) + len(end)
+                given = _given_experts(routed_experts[row], num_tokens, experts_shape)
+                if request is not None:
+                    request.given_experts = given
         except ValueError as error:
             raise ValueError(f"sequence {row}: {error}") from error
         requests.append(request)
     return requests
+
+
+def _given_experts(values: Any, num_tokens: int, shape: tuple[int, int] | None) -> np.ndarray:
+    """Return the experts `i16[num_tokens, L, k]` of a sequence, of its last token -1.
+
+    Args:
+        values: what `Engine.score` got for it.
+        num_tokens: of the sequence.
+        shape: (L, k) of the model, or None.
+
+    Raises:
+        ValueError: the values are not of such a model, or of more tokens than are computed.
+    """
+    experts, most, rows = np.asarray(values), np.iinfo(np.int16).max, num_tokens - 1
+    found = f"routed_experts {experts.dtype}{[*experts.shape]}"
+    if shape is None:
+        raise ValueError(f"{found} must be None: the model reports no experts")
+    is_of_model = experts.dtype.kind in "iu" and experts.shape[1:] == shape
+    if not is_of_model or len(experts) < rows:
+        layers, k = shape
+        raise ValueError(
+            f"{found} must be integers [tokens, {layers}, {k}], as of the model, for at least the "
+            f"{rows} tokens before the last"
+        )
+    if (largest := experts.max(initial=0)) > most:
+        raise ValueError(f"{found} must be at most {most}, not {largest}")
+    if (experts[rows:] >= 0).any():  # rows of `Rollouts`, whose prompts are padded on the left
+        raise ValueError(
+            f"{found} must be below 0 behind its first {rows} rows, which are of the tokens before "
+            "the last, from the first of the prompt on"
+        )
+    given = np.full((num_tokens, *shape), -1, np.int16)
+    given[:rows] = np.maximum(experts[:rows].astype(np.int32), -1)
+    return given
 
 
 def scores_of(requests: Sequence[Request | None]) -> np.ndarray:

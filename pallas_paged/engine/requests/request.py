@@ -41,6 +41,8 @@ class Request:
         max_len: tokens at which a sequence ends, prompt included.
         score_start: of a scored prompt, the index of the first token whose log-probability is
             wanted; None if none is.
+        given_experts: `i16[P, L, k]`, experts that the tokens of the prompt must use, -1 for those
+            of the router; None if there are none. Their K and V are not those of the prefix cache.
         grammar: that its completions must match, or None.
         number: how many requests the engine accepted before.
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
@@ -62,6 +64,7 @@ class Request:
     priority: int
     max_len: int
     score_start: int | None = None
+    given_experts: np.ndarray | None = None
     grammar: Grammar | None = None
     number: int = -1
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -105,9 +105,11 @@ class Sequence:
         """Most tokens to take from the prefix cache; None is all.
 
         Log-probabilities and experts of the prompt are known by computing its tokens, so those are
-        not taken.
+        not taken. K and V of given experts are other ones.
         """
         request = self.request
+        if request.given_experts is not None:
+            return 0
         if self.output.index > 0 or self.output.token_ids:
             return None
         if request.params.return_routed_experts:

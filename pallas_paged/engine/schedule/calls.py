@@ -36,6 +36,12 @@ class Chunk:
         first = self.start + 1
         return self.sequence.request.prompt_token_ids[first : first + len(self.token_ids)]
 
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """The experts that these tokens must use, `i16[N, L, k]`; None if none are given."""
+        given = self.sequence.request.given_experts
+        return None if given is None else given[self.start : self.start + len(self.token_ids)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:

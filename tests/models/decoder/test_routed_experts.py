@@ -15,6 +15,7 @@ from tests.support.dense_oracle import positions_of
 from tests.support.devices import mesh
 from tests.support.engine_calls import make_engine
 from tests.support.marks import slow
+from tests.support.plain_model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPTS = [[5, 9, 2, 40, 7, 7, 31], [3, 8, 1], [5, 9, 2, 40, 7, 7, 31, 11, 4, 22, 6]]
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("exact_products")
 
 class RecordingAttend:
     """Attention within rows, which keeps what layers record."""
+
+    routed_experts = None
 
     def __init__(self):
         self.recorded, self._attend = [], dense_attend()
@@ -103,10 +106,13 @@ def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, d
 
 
 @pytest.mark.cpu_budget(9)  # compiles on a mesh
-def test_two_devices_report_the_experts_of_a_dense_forward(dense_experts):
+def test_two_devices_report_and_take_the_experts_of_a_dense_forward(dense_experts, dense_scores):
     decoder, _ = load_checkpoint(GOLDENS / "qwen3_moe", mesh=mesh(2), dtype=jnp.float32)
     engine = engine_of(decoder, tensor_parallel_size=2)
     assert_dense(engine.generate(PROMPTS, asks(), progress=False), dense_experts)
+    given = experts_of(decoder.config)
+    wanted = list(map(dense_scores, PROMPTS, COMPLETIONS, given))
+    assert_scores(engine.score(PROMPTS, COMPLETIONS, given), wanted)
 
 
 def test_stopped_and_empty_completions_have_the_experts_of_their_tokens(decoder, dense_experts):
@@ -142,6 +148,125 @@ def test_dense_forward_with_the_experts_of_rollouts_is_its_own(decoder):
         one[0, :length], given[0, :length] = tokens[row, place], experts[row, place]
         found, own = hidden_of(one, given), hidden_of(one)
         np.testing.assert_allclose(found[:, :length], own[:, :length], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def dense_scores(decoder):
+    """Returns the log-probabilities of completions by a forward pass that gets their experts."""
+
+    graphdef, params = nnx.split(decoder)
+
+    @jax.jit
+    def logprobs_of(tokens, experts):
+        model = nnx.merge(graphdef, params)
+        positions = positions_of(tokens)
+        hidden, _ = model(tokens, positions, dense_attend(), routed_experts=experts)
+        return jax.nn.log_softmax(model.logits(hidden))
+
+    def of(prompt, completion, experts):
+        tokens = [*prompt, *completion]
+        padded, given = np.zeros((1, 32), np.int32), np.full((1, 32, *experts.shape[1:]), -1)
+        padded[0, : len(tokens)], given[0, : len(experts)] = tokens, experts
+        logprobs = np.asarray(logprobs_of(padded, given))[0]
+        return [logprobs[len(prompt) - 1 + i, token] for i, token in enumerate(completion)]
+
+    return of
+
+
+COMPLETIONS = [[*range(12)], [], [9] * 7]  # with the prompts in one to two chunks
+
+
+def experts_of(config, seed=0):
+    """Other experts than the router's for most tokens, and the router's own for some."""
+    rng = np.random.default_rng(seed)
+    num_layers = config.num_layers - len(config.experts.dense_layers)
+    experts, k = config.experts.n_routed_experts, config.experts.num_experts_per_tok
+    of_rows = []
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        scores = rng.random((len(prompt) + len(completion) - 1, num_layers, experts))
+        of_rows.append(np.argsort(scores, axis=-1)[..., :k])
+        of_rows[-1][::5] = -1
+    return of_rows
+
+
+def assert_scores(found, wanted):
+    for row, scores in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(row[: len(scores)], scores, atol=1e-4)
+        assert not row[len(scores) :].any()
+
+
+@pytest.mark.cpu_budget(9)  # compiles the steps that score, with given experts and without
+def test_scores_with_given_experts_are_those_of_a_dense_forward(decoder, dense_scores):
+    """Beside tokens with the router's experts; the prefix cache has K and V of these only."""
+    engine = engine_of(decoder)
+    own = engine.score(PROMPTS, COMPLETIONS)
+    given = experts_of(decoder.config)
+    wanted = list(map(dense_scores, PROMPTS, COMPLETIONS, given))
+    assert not np.allclose(own[0, :12], wanted[0], atol=1e-2)
+    others = [engine.submit(prompt, asks()) for prompt in PROMPTS]
+    engine.step()
+    assert_scores(engine.score(PROMPTS, COMPLETIONS, given), wanted)
+    while not engine.idle:
+        engine.step()
+    plain = engine_of(decoder).generate(PROMPTS, asks(), progress=False)
+    for request, output in zip(others, plain, strict=True):
+        assert request.outputs[0].token_ids == output.outputs[0].token_ids
+    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), own, atol=1e-4)
+    engine.reset_prefix_cache()
+    assert_scores(engine.score(PROMPTS, COMPLETIONS, given), wanted)
+    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), own, atol=1e-4)
+
+
+def test_scores_with_reported_experts_are_those_without(decoder):
+    """As outputs have them, or rollouts, with padding behind."""
+    engine = engine_of(decoder)
+    outputs = engine.generate(PROMPTS, asks(temperature=1.0, seed=1), progress=False)
+    rollouts = Rollouts.from_outputs(outputs)
+    completions = [one.outputs[0] for one in outputs]
+    tokens = [one.token_ids for one in completions]
+    reported = [one.routed_experts for one in completions]
+    firsts = rollouts.prompt_token_ids.shape[1] - rollouts.prompt_lens
+    padded = [rows[first:] for rows, first in zip(rollouts.routed_experts, firsts, strict=True)]
+    own = engine.score(PROMPTS, tokens)
+    for given in (reported, padded):
+        np.testing.assert_allclose(engine.score(PROMPTS, tokens, given), own, atol=1e-4)
+    with pytest.raises(ValueError, match=r"sequence 0: .* behind its first 15 rows"):
+        engine.score(PROMPTS, tokens, rollouts.routed_experts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: given[:2], "3 prompts must have as many routed_experts, not 2"),
+        (lambda given: 5, "routed_experts=5 must be a list"),
+        (lambda given: [*given[:2], None], "sequence 2: routed_experts object"),
+        (lambda given: [*given[:2], given[2] * 1.0], "sequence 2: routed_experts float64"),
+        (lambda given: [given[0][1:], *given[1:]], r"for at least the 18 tokens before the last"),
+        (lambda given: [one[:, 1:] for one in given], r"must be integers \[tokens, "),
+        (lambda given: [one + 2**15 for one in given], "must be at most 32767, not 32"),
+    ],
+)
+def test_given_experts_that_do_not_fit_are_refused(decoder, change, message):
+    engine = engine_of(decoder)
+    with pytest.raises(ValueError, match=message):
+        engine.score(PROMPTS, COMPLETIONS, change(experts_of(decoder.config)))
+    assert engine.idle
+
+
+def test_models_that_take_no_experts_are_not_scored_with_them():
+    given = [np.zeros((2, 1, 1), np.int16)]
+    with pytest.raises(ValueError, match="must be None: the model reports no experts"):
+        make_engine().score([[1, 2]], [[3]], given)
+    with pytest.raises(ValueError, match=r"the model must use attend\.routed_experts"):
+        make_engine(ReportingModel(vocab_size=40, max_model_len=64)).score([[1, 2]], [[3]], given)
+
+
+class ReportingModel(PlainModel):
+    """Reports an expert, and does not take one."""
+
+    def __call__(self, params, tokens, positions, attend, cache):
+        attend.record(jnp.zeros((tokens.size, 1), jnp.int32))
+        return super().__call__(params, tokens, positions, attend, cache)
 
 
 def test_given_experts_have_the_weights_of_the_router(decoder):

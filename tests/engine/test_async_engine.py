@@ -166,6 +166,8 @@ async def test_scores_come_beside_other_requests(engine, inner):
     assert await other == alone([1, 2, 3], greedy())
     with pytest.raises(ValueError, match="sequence 1"):
         await engine.score([[1], [40]], [[1], [1]])
+    with pytest.raises(ValueError, match="the model reports no experts"):
+        await engine.score([[1]], [[1]], [np.zeros((1, 1, 1), np.int32)])
 
     async def begin():
         scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))

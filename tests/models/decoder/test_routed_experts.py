@@ -105,14 +105,14 @@ def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, d
     assert outputs[1].outputs[0].token_ids == first.outputs[0].token_ids
 
 
-@pytest.mark.cpu_budget(9)  # compiles on a mesh
+@pytest.mark.cpu_budget(12)  # compiles on a mesh
 def test_two_devices_report_and_take_the_experts_of_a_dense_forward(dense_experts, dense_scores):
     decoder, _ = load_checkpoint(GOLDENS / "qwen3_moe", mesh=mesh(2), dtype=jnp.float32)
     engine = engine_of(decoder, tensor_parallel_size=2)
     assert_dense(engine.generate(PROMPTS, asks(), progress=False), dense_experts)
     given = experts_of(decoder.config)
-    wanted = list(map(dense_scores, PROMPTS, COMPLETIONS, given))
-    assert_scores(engine.score(PROMPTS, COMPLETIONS, given), wanted)
+    wanted = list(map(dense_scores, SCORED, COMPLETIONS, given))
+    assert_scores(engine.score(SCORED, COMPLETIONS, given), wanted)
 
 
 def test_stopped_and_empty_completions_have_the_experts_of_their_tokens(decoder, dense_experts):
@@ -173,7 +173,8 @@ def dense_scores(decoder):
     return of
 
 
-COMPLETIONS = [[*range(12)], [], [9] * 7]  # with the prompts in one to two chunks
+SCORED = [*PROMPTS, [8, 6], [7]]
+COMPLETIONS = [[*range(12)], [], [9] * 7, [5, 2], [3, 1, 4]]  # some in two chunks, two in one step
 
 
 def experts_of(config, seed=0):
@@ -182,7 +183,7 @@ def experts_of(config, seed=0):
     num_layers = config.num_layers - len(config.experts.dense_layers)
     experts, k = config.experts.n_routed_experts, config.experts.num_experts_per_tok
     of_rows = []
-    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+    for prompt, completion in zip(SCORED, COMPLETIONS, strict=True):
         scores = rng.random((len(prompt) + len(completion) - 1, num_layers, experts))
         of_rows.append(np.argsort(scores, axis=-1)[..., :k])
         of_rows[-1][::5] = -1
@@ -199,22 +200,22 @@ def assert_scores(found, wanted):
 def test_scores_with_given_experts_are_those_of_a_dense_forward(decoder, dense_scores):
     """Beside tokens with the router's experts; the prefix cache has K and V of these only."""
     engine = engine_of(decoder)
-    own = engine.score(PROMPTS, COMPLETIONS)
+    own = engine.score(SCORED, COMPLETIONS)
     given = experts_of(decoder.config)
-    wanted = list(map(dense_scores, PROMPTS, COMPLETIONS, given))
+    wanted = list(map(dense_scores, SCORED, COMPLETIONS, given))
     assert not np.allclose(own[0, :12], wanted[0], atol=1e-2)
     others = [engine.submit(prompt, asks()) for prompt in PROMPTS]
     engine.step()
-    assert_scores(engine.score(PROMPTS, COMPLETIONS, given), wanted)
+    assert_scores(engine.score(SCORED, COMPLETIONS, given), wanted)
     while not engine.idle:
         engine.step()
     plain = engine_of(decoder).generate(PROMPTS, asks(), progress=False)
     for request, output in zip(others, plain, strict=True):
         assert request.outputs[0].token_ids == output.outputs[0].token_ids
-    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), own, atol=1e-4)
+    np.testing.assert_allclose(engine.score(SCORED, COMPLETIONS), own, atol=1e-4)
     engine.reset_prefix_cache()
-    assert_scores(engine.score(PROMPTS, COMPLETIONS, given), wanted)
-    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), own, atol=1e-4)
+    assert_scores(engine.score(SCORED, COMPLETIONS, given), wanted)
+    np.testing.assert_allclose(engine.score(SCORED, COMPLETIONS), own, atol=1e-4)
 
 
 def test_scores_with_reported_experts_are_those_without(decoder):
@@ -237,10 +238,10 @@ def test_scores_with_reported_experts_are_those_without(decoder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: given[:2], "3 prompts must have as many routed_experts, not 2"),
+        (lambda given: given[:2], "5 prompts must have as many routed_experts, not 2"),
         (lambda given: 5, "routed_experts=5 must be a list"),
-        (lambda given: [*given[:2], None], "sequence 2: routed_experts object"),
-        (lambda given: [*given[:2], given[2] * 1.0], "sequence 2: routed_experts float64"),
+        (lambda given: [*given[:4], None], "sequence 4: routed_experts object"),
+        (lambda given: [*given[:4], given[4] * 1.0], "sequence 4: routed_experts float64"),
         (lambda given: [given[0][1:], *given[1:]], r"for at least the 18 tokens before the last"),
         (lambda given: [one[:, 1:] for one in given], r"must be integers \[tokens, "),
         (lambda given: [one + 2**15 for one in given], "must be at most 32767, not 32"),
@@ -249,7 +250,7 @@ def test_scores_with_reported_experts_are_those_without(decoder):
 def test_given_experts_that_do_not_fit_are_refused(decoder, change, message):
     engine = engine_of(decoder)
     with pytest.raises(ValueError, match=message):
-        engine.score(PROMPTS, COMPLETIONS, change(experts_of(decoder.config)))
+        engine.score(SCORED, COMPLETIONS, change(experts_of(decoder.config)))
     assert engine.idle
 
 

@@ -138,7 +138,7 @@ def test_a_folder_that_takes_no_files_costs_a_warning(folder, caplog):
 
 
 def test_a_program_that_cannot_be_serialized_is_not_kept(folder, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="pallas_paged"):
         make_cache().save(ARGUMENTS, SimpleNamespace(_executable=None))
     assert "can't be serialized" in caplog.text
     assert not folder.exists()

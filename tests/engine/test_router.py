@@ -21,7 +21,8 @@ class Replicas:
         self.router = Router(self.each, PAGE_SIZE)
 
     def choose(self, token_ids: list[int], load: int = 100) -> int:
-        request = SimpleNamespace(prompt_token_ids=token_ids, block_hashes=[], load=load)
+        fields = dict(prompt_token_ids=token_ids, block_hashes=[], given_experts=None, load=load)
+        request = SimpleNamespace(**fields)
         chosen = self.router.choose(request)
         chosen.load += load
         return self.each.index(chosen)
@@ -90,7 +91,8 @@ def test_the_newest_sent_prompts_are_remembered_up_to_the_size_of_a_pool_or_a_re
 
 @pytest.mark.parametrize("tokens", [PREFIX, [*PREFIX, 1, 2, 3], PREFIX[:-1], [1]], ids=len)
 def test_the_router_leaves_the_keys_of_full_pages_with_the_request(tokens):
-    request = SimpleNamespace(prompt_token_ids=tokens, block_hashes=[], load=1)
+    fields = dict(prompt_token_ids=tokens, block_hashes=[], given_experts=None, load=1)
+    request = SimpleNamespace(**fields)
     Replicas(0, 0).router.choose(request)
     key, ends = 0, range(4, len(tokens) + 1, 4)
     for block, end in zip(request.block_hashes, ends, strict=True):

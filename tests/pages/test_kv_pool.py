@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.kv_pools import pool_bytes
+from tests.support.kv_pools import assert_written_and_copied_in_place, pool_bytes
 from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import slow
 from tests.support.page_layouts import LAYOUTS, layer_in_layout
@@ -347,14 +347,4 @@ def test_donated_pools_are_written_and_copied_in_place(kv_layout, stored):
         pytest.skip("this XLA CPU compiler widens such scatters and their operands")
     pool = jax.eval_shape(lambda: create(**options_of(stored, 1), kv_layout=kv_layout, **BIG))
     tokens = jax.ShapeDtypeStruct((8, 2, 64), jnp.float32)
-    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-
-    def step(pool, k, v, slots):
-        layers = tuple(pp.write_kv(layer, k, v, slots) for layer in pool.layers)
-        copies = pp.PageCopies(src_pages=slots, dst_pages=slots + 1)
-        return pp.copy_pages(pp.KVPool(layers=layers), copies)
-
-    lowered = jax.jit(step, donate_argnums=0).lower(pool, tokens, tokens, slots)
-    memory = lowered.compile().memory_analysis()
-    assert memory.alias_size_in_bytes == pool_bytes(pool)
-    assert memory.temp_size_in_bytes < pool_bytes(pool) // 100
+    assert_written_and_copied_in_place(pool, tokens, tokens)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.kv_pools import pool_bytes
+from tests.support.kv_pools import assert_written_and_copied_in_place
 from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import slow
 from tests.support.page_layouts import of_heads
@@ -221,16 +221,7 @@ IN_PLACE = [("NHD", "int8"), ("HND", "float16"), ("HPND", "float32")]
 def test_donated_pools_are_written_and_copied_in_place(kv_layout, stored):
     pool = jax.eval_shape(lambda: create(**STORED[stored], kv_layout=kv_layout, **BIG))
     tokens = jax.ShapeDtypeStruct((8, 1, 72), jnp.float32)
-    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-
-    def step(pool, k, slots):
-        layers = tuple(pp.write_kv(layer, k, None, slots) for layer in pool.layers)
-        copies = pp.PageCopies(src_pages=slots, dst_pages=slots + 1)
-        return pp.copy_pages(pp.KVPool(layers=layers), copies)
-
-    memory = jax.jit(step, donate_argnums=0).lower(pool, tokens, slots).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == pool_bytes(pool)
-    assert memory.temp_size_in_bytes < pool_bytes(pool) // 100
+    assert_written_and_copied_in_place(pool, tokens, None)
 
 
 def test_a_layer_goes_through_loops_and_trees():

@@ -20,9 +20,9 @@ from pallas_paged.kernels.mosaic_sm80.latent_config import (
     latent_shared_memory,
 )
 from pallas_paged.kernels.mosaic_sm90.support import why_not_latents
-from tests.support.attention_calls import STATIC, assert_same_bits
+from tests.support.attention_calls import STATIC, assert_near, assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
-from tests.support.attention_oracle import attend, relative_error
+from tests.support.attention_oracle import attend
 from tests.support.devices import HOPPER, implementations_here
 from tests.support.marks import slow
 from tests.support.page_layouts import of_heads
@@ -81,15 +81,6 @@ def expected_of(arrays, v=V, **options):
     q, pages, _, *others = arrays
     out, lse = attend(q, pages, pages, *others, sm_scale=SCALE, **options)
     return out[..., :v], lse
-
-
-def assert_near(actual, expected, tolerance):
-    (out, lse), (expected_out, expected_lse) = (map(np.asarray, x) for x in (actual, expected))
-    empty = np.isneginf(expected_lse)
-    np.testing.assert_array_equal(np.isneginf(lse), empty)
-    np.testing.assert_array_equal(out[empty], 0)
-    assert relative_error(out, expected_out) <= tolerance
-    np.testing.assert_allclose(lse[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
 
 
 SPLIT = dict(fixed_split_size=64)

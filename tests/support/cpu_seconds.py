@@ -80,8 +80,9 @@ class CpuSeconds:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._tests[report.nodeid] += report.cpu_seconds
-        self._budgets[report.nodeid] = report.cpu_budget
+        # A test during which its worker crashed has neither.
+        self._tests[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
+        self._budgets[report.nodeid] = getattr(report, "cpu_budget", MAX_TEST_SECONDS)
 
     def pytest_collection_finish(self) -> None:
         self._last = cpu_seconds()

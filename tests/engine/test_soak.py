@@ -14,6 +14,7 @@ from tests.support.soak import soak_engine, storm
 ONE, EIGHT, ANY = [1], [8], [1, 1, 2, 3, 8]
 
 
+@pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 @pytest.mark.parametrize(
     ("caching", "watermark", "steps", "num_requests"),
     [

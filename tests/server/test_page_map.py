@@ -51,6 +51,7 @@ def test_the_map_draws_pages_that_fill_replicas_and_large_pools(page):
     assert page.locator("#map").bounding_box()["height"] <= 300
 
 
+@pytest.mark.cpu_budget(9)  # compiles programs that later tests share
 def test_the_pool_is_shown_while_it_changes(page, server):
     server.call(server.service.engine.reset_prefix_cache())
     free, cached = page.locator("#free"), page.locator("#cached")

@@ -1,4 +1,4 @@
-"""Models of the serving bench: sizes of Llama models, random weights made on the device."""
+"""Models of the benches: sizes of published ones, random weights made on the device."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:
     return ServingShape(config=config, dtype=jnp.bfloat16, kv_gib=kv_gib)
 
 
-def _published(**config: Any) -> ServingShape:
+def _published(kv_gib: float, **config: Any) -> ServingShape:
     """A shape from what matters in the `config.json` of a model."""
     return ServingShape(
-        config=ModelConfig.from_hugging_face(config), dtype=jnp.bfloat16, kv_gib=4.0
+        config=ModelConfig.from_hugging_face(config), dtype=jnp.bfloat16, kv_gib=kv_gib
     )
 
 
@@ -136,6 +136,7 @@ SHAPES = {
         kv_gib=16.0,
     ),
     "qwen3-30b-a3b": _published(
+        kv_gib=6.0,
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=151936,
         hidden_size=2048,
@@ -153,6 +154,7 @@ SHAPES = {
         tie_word_embeddings=False,
     ),
     "gpt-oss-20b": _published(
+        kv_gib=3.0,
         architectures=["GptOssForCausalLM"],
         vocab_size=201088,
         hidden_size=2880,
@@ -165,6 +167,7 @@ SHAPES = {
         head_dim=64,
     ),
     "deepseek-v2-lite": _published(
+        kv_gib=2.0,
         architectures=["DeepseekV2ForCausalLM"],
         vocab_size=102400,
         hidden_size=2048,

@@ -298,9 +298,9 @@ class _ResponseAnswer(ParsedAnswer):
             return []
         part = item["content"][0]
         text = self._text_event("done", text=part["text"])
-        whole = self._event("content_part.done", **self._place(), part=dict(part))
+        part_done = self._event("content_part.done", **self._place(), part=dict(part))
         item["status"], self._open = "completed", None
-        return [text, whole, self._done(item)]
+        return [text, part_done, self._done(item)]
 
     def _text_event(self, step: str, **fields: str) -> dict[str, Any]:
         assert self._open is not None

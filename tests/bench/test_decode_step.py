@@ -4,7 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
+from bench.serving.models import SHAPES, num_bytes, random_model, weight_bytes
 from bench.steps import __main__ as decode_step
 from bench.steps import gap, step
 from tests.bench.fakes import rows
@@ -44,6 +47,18 @@ def test_modes_differ_by_their_steps_and_their_sampling(dry_run, monkeypatch) ->
     assert "No kernel times: no. 1." in tables
     decode_step.main([*TINY, "--sampling"])
     assert [one[1] for one in asked[3:]] == [0.0, 0.8, 1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.cpu_budget(6)  # compiles programs of its own
+def test_the_experts_that_rows_hit_are_counted_once_in_each_step():
+    decoder = random_model(SHAPES["tiny-experts"])
+    experts = decoder.config.experts
+    tokens = np.arange(24, dtype=np.int32).reshape(4, 6)
+    one, equal, all_ = (step.experts_hit(decoder, x) for x in (tokens[:1], tokens[[0, 0]], tokens))
+    assert one == equal == experts.num_experts_per_tok < all_ <= experts.n_routed_experts
+    both = [weight_bytes(decoder, hit) for hit in (0.0, float(experts.n_routed_experts))]
+    layers = [layer.mlp for layer in decoder.layers[1:]]  # the first has none
+    assert both[1] - both[0] == sum(num_bytes(mlp.experts) for mlp in layers)
 
 
 def test_the_gap_of_a_step_is_divided_into_its_parts():

@@ -50,6 +50,7 @@ class Tile:
         columns: elements of a row.
         dtype: of the elements.
         plain: not swizzled.
+        swizzle_bytes: the bytes of swizzled rows; None for the widest that divide a row.
         in_parts: the threads divide parts of the rows that are powers of 2 chunks, and load few
             values at once, for kernels with few registers left.
     """
@@ -57,6 +58,7 @@ class Tile:
     columns: int
     dtype: Any
     plain: bool = False
+    swizzle_bytes: int | None = None
     in_parts: bool = False
 
     @property
@@ -65,7 +67,7 @@ class Tile:
 
     @property
     def swizzle(self) -> int:
-        return swizzle(self.columns, self.dtype)
+        return self.swizzle_bytes or swizzle(self.columns, self.dtype)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -333,6 +335,10 @@ class Emitter:
     def value(self, x: Any) -> Any:
         """Return the thread's value of an argument i32`[128]` with the layout `THREADS`."""
         return self._utils.bitcast(x.registers.item(), self._i32)
+
+    def float_value(self, x: Any) -> Any:
+        """Return the thread's value of an argument f32`[128]` with the layout `THREADS`."""
+        return self._utils.bitcast(self.value(x), self._ir.F32Type.get())
 
     def array(self, value: Any) -> Any:
         """Return an array i32`[128]` of the values of all threads."""

@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
@@ -27,10 +26,11 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
-from pallas_paged.kernels.mosaic_sm90.latent_program import HEADS_MULTIPLE, Program
+from pallas_paged.kernels.mosaic_sm90.latent_program import Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
     CLUSTER,
+    HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
     LatentInputs,
@@ -99,6 +99,7 @@ def mla_attention(
         q_pe=_flat(arrays.q_pe, block_q, interpret=interpret),
         pool=Pool.of(arrays),
         block_tables=arrays.block_tables,
+        scales=None if arrays.k_scales is None else jnp.atleast_1d(arrays.k_scales),
         items=plan.items,
         **row_operands(arrays, options, num_tiles=1, count=block_q),
     )
@@ -118,40 +119,37 @@ def mla_attention(
         rope_dim=arrays.rope_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
         cluster_size=cluster_size,
         interpret=interpret,
     )
 
-    def body(inputs, outputs):
-        def run(scratch):
-            Program(
-                inputs=inputs,
-                outputs=outputs,
-                scratch=scratch,
-                options=options,
-                group=num_q_heads,
-                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
-                interpret=interpret,
-            ).run()
+    def body(inputs, outputs, scratch):
+        Program(
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            options=options,
+            group=num_q_heads,
+            causal=options.causal and arrays.q_positions is None and arrays.tree_mask is None,
+            interpret=interpret,
+        ).run()
 
-        pl.run_scoped(run, scratch, collective_axes="wg")
-
-    results = pl.kernel(
-        ops.with_trees(body, inputs, outputs),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        mesh=plgpu.Mesh(
-            grid=(len(plan.items),),
-            grid_names=("program",),
-            cluster=(cluster_size,),
-            cluster_names=(CLUSTER,),
-            num_threads=NUM_CONSUMERS + 1,
-            thread_name="wg",
-        ),
-        compiler_params=COMPILER_PARAMS,
+    outputs = ops.run_kernel(
+        body,
+        inputs,
+        outputs,
+        scratch,
         name="mla_attention",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+        params=COMPILER_PARAMS,
+        interpret=interpret,
+        grid=(len(plan.items),),
+        grid_names=("program",),
+        cluster=(cluster_size,),
+        cluster_names=(CLUSTER,),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="wg",
+    )
     out, lse = merge_latent(
         outputs.out,
         outputs.lse,

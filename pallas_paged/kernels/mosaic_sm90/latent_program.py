@@ -1,6 +1,6 @@
 """One program of the kernel of latent attention: it attends one work item.
 
-A producer warpgroup streams blocks of 32 latents, which are K and V, through a ring of four stages.
+A producer warpgroup streams blocks of 32 latents, which are K and V, through a ring of stages.
 Two consumers have the same 64 query rows. Each makes the probabilities of every second block, and
 owns half of the columns of the result. So no product is made twice, and the softmax of one runs
 under the products of the other:
@@ -24,28 +24,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, store_rows
+from pallas_paged.kernels.mosaic_sm90.latent_producer import Producer
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
     CLUSTER,
     NUM_CONSUMERS,
-    NUM_STAGES,
     ROWS,
     LatentInputs,
     LatentOutputs,
     LatentScratch,
 )
-from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
-from pallas_paged.pages.layout import K
 
-HEADS_MULTIPLE = 8  # rows that a swizzle pattern spans, at whose multiples tokens begin
 _REGISTERS = dict(consumer=240, producer=24)
+_REGISTERS_CONVERTING = dict(consumer=224, producer=56)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
 
 
@@ -75,18 +73,27 @@ class Program:
             offset=work.offset,
         )
         wg = lax.axis_index("wg")
+        registers = _REGISTERS if self.scratch.bytes is None else _REGISTERS_CONVERTING
         set_max = functools.partial(ops.set_max_registers, interpret=self.interpret)
 
         @pl.when(wg == NUM_CONSUMERS)
         def _():
-            set_max(_REGISTERS["producer"], action="decrease")
-            pl.when(work.lo < work.hi)(lambda: self.produce(work, rows))
+            set_max(registers["producer"], action="decrease")
+            producer = Producer(
+                inputs=self.inputs,
+                scratch=self.scratch,
+                work=work,
+                rows=rows,
+                has_window=self.options.sliding_window is not None,
+                interpret=self.interpret,
+            )
+            pl.when(work.lo < work.hi)(producer.run)
 
         for i in range(NUM_CONSUMERS):
 
             @pl.when((wg == i) & (work.q_len > 0))
             def _(i=i):
-                set_max(_REGISTERS["consumer"], action="increase")
+                set_max(registers["consumer"], action="increase")
                 Consumer(**vars(self), wg=i).consume(work, rows)
 
     @property
@@ -94,58 +101,9 @@ class Program:
         """The first row of the program in the tile of its cluster."""
         return lax.axis_index(CLUSTER) * ROWS
 
-    @property
-    def q(self) -> Any:
-        """The queries: `[64, D]` and `[64, R]`."""
-        return self.scratch.q if self.scratch.results else self.scratch.q[0]
-
     def stage_of(self, work: WorkDescriptor, block: jax.Array) -> jax.Array:
         """Return the stage of a block."""
-        return lax.rem(block - work.lo, NUM_STAGES)
-
-    def produce(self, work: WorkDescriptor, rows: RaggedRows) -> None:
-        """Send the queries and the blocks of a work item."""
-        inputs, scratch = self.inputs, self.scratch
-        # 64 rows from the tile's first on; the last ones may be of other sequences.
-        first_row = pl.multiple_of(rows.q_start * self.group + rows.offset, HEADS_MULTIPLE)
-        for source, to in zip((inputs.q_nope, inputs.q_pe), self.q, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(first_row, ROWS)], to, scratch.q_full)
-        page_size = inputs.pool.page_size
-        step = min(page_size, BLOCK_K)
-        first_page = None
-        if self.options.sliding_window is not None:
-            first_page = work.first_key // page_size
-        last_page = (work.kv_len - 1) // page_size
-
-        def pages_of(block):
-            return tuple(
-                inputs.block_tables[
-                    work.row,
-                    page_to_read((block * BLOCK_K + i) // page_size, first_page, last_page),
-                ]
-                for i in range(0, BLOCK_K, step)
-            )
-
-        def send(block, pages):
-            # The table is read one block ahead, so the copies need not wait for it.
-            next_pages = pages_of(jnp.minimum(block + 1, work.hi - 1))
-            stage = self.stage_of(work, block)
-
-            @pl.when(block - work.lo >= NUM_STAGES)
-            def _():
-                plgpu.barrier_wait(scratch.k_free.at[stage])
-
-            for i, page in enumerate(pages):
-                first = lax.rem(block * BLOCK_K, page_size) if page_size > step else 0
-                plgpu.copy_gmem_to_smem(
-                    inputs.pool.box(K, page=page, tokens=pl.ds(first, step), kv_head=0),
-                    scratch.k.at[stage, pl.ds(i * step, step)],
-                    scratch.k_full.at[stage],
-                    collective_axes=None if scratch.cluster_done is None else CLUSTER,
-                )
-            return next_pages
-
-        lax.fori_loop(work.lo, work.hi, send, pages_of(work.lo))
+        return lax.rem(block - work.lo, self.scratch.k.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,14 +134,13 @@ class Consumer(Program):
         @pl.when(work.partial < 0)
         def _():
             sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
+            # Both have read the queries, whose place these take.
             own_rows = scratch.rows.at[self.wg]
             own_rows[...] = rows.index()
-            # Both have read the queries, whose place the results take.
-            buffers = scratch.results or scratch.q[1]
             store_rows(
                 outputs.out.at[:, self.columns],
                 outputs.lse if self.wg == 0 else None,
-                buffers[self.wg],
+                scratch.results[self.wg],
                 own_rows,
                 *finish(state, sinks),
                 head_dim=head_dim,
@@ -220,7 +177,8 @@ class Consumer(Program):
             plgpu.barrier_wait(scratch.k_full.at[stage])
 
             def multiply(acc_ref):
-                for q, first, size in ((self.q[0], 0, head_dim), (self.q[1], head_dim, rope_dim)):
+                q_nope, q_pe = scratch.queries
+                for q, first, size in ((q_nope, 0, head_dim), (q_pe, head_dim, rope_dim)):
                     k = scratch.k.at[stage, :, pl.ds(first, size)].transpose((1, 0))
                     plgpu.wgmma(acc_ref, q, k)
                 return acc_ref[...]
@@ -248,9 +206,9 @@ class Consumer(Program):
             stage, first = self.stage_of(work, block), block * BLOCK_K
             acc = scale_changed_rows(acc, factors, interpret=self.interpret)
 
-            @pl.when((first < work.first_key) | (first + BLOCK_K > work.kv_len))
-            def _():
-                zero_unreadable(block, stage)
+            if scratch.bytes is None:  # the conversion leaves zeros
+                has_unreadable = (first < work.first_key) | (first + BLOCK_K > work.kv_len)
+                pl.when(has_unreadable)(lambda: zero_unreadable(block, stage))
 
             v = scratch.k.at[stage, :, self.columns]
             acc = ops.wgmma_accumulate(acc, scratch.p[owner], v, interpret=self.interpret)
@@ -261,6 +219,10 @@ class Consumer(Program):
             _, l_i, acc = state
             other = 1 - wg
             plgpu.barrier_wait(scratch.p_full.at[other])
+            if scratch.k.shape[0] % NUM_CONSUMERS:
+                # A barrier counts phases by parity. With an odd number of stages both have blocks
+                # in each stage, so a consumer must not leave out those of the other.
+                plgpu.barrier_wait(scratch.k_full.at[self.stage_of(work, block)])
             factors = ops.load(scratch.factors.at[other], ops.WGMMA_ROW)
             acc = add_values(block, other, acc, factors)
             return ops.load(scratch.maxima.at[other], ops.WGMMA_ROW), l_i * factors, acc
@@ -268,6 +230,10 @@ class Consumer(Program):
         def attend_own_block(block, s, state):
             m_i, l_i, acc = state
             keys = block * BLOCK_K + ops.iota(s.shape, 1, ops.WGMMA)
+            scales = None
+            if scratch.scales is not None:
+                scales = scratch.scales.at[self.stage_of(work, block)]
+                s = s * ops.bcast(ops.load(scales, ops.WGMMA_COL), s, 1)
             if slopes is None:
                 s, factor = base2_logits(s, options, None, keys)
             else:
@@ -279,15 +245,24 @@ class Consumer(Program):
 
             is_full = (block >= work.full_lo) & (block < work.full_hi)
             s = lax.cond(is_full, lambda s: s, masked, s)
+            if scales is not None:
+                # The maximum is taken over the weights of V, since f16 has a small range.
+                exponents, _, _ = split_scales(ops.load(scales, ops.WGMMA_COL))
+                s, factor = s * factor + ops.bcast(exponents, s, 1), 1.0
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             # A maximum that is less than 2 ** 8 too small does no harm, and sums stay as they are.
             m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
             alpha = jnp.exp2(m_i - m_safe)
             p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
-            scratch.p[wg][...] = p.astype(scratch.p[wg].dtype)
             scratch.maxima.at[wg][...] = m_new
             scratch.factors.at[wg][...] = alpha
+            weights = p
+            if scales is not None:  # loaded again, since registers are few
+                _, significands, inverses = split_scales(ops.load(scales, ops.WGMMA_COL))
+                weights = p * ops.bcast(significands, p, 1)
+                p = p * ops.bcast(inverses, p, 1)
+            scratch.p[wg][...] = weights.astype(scratch.p[wg].dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.p_full.at[wg])
             return m_new, l_i * alpha + p.sum(axis=1), add_values(block, wg, acc, alpha)

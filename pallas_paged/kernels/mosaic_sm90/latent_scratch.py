@@ -16,9 +16,11 @@ from pallas_paged.kernels.mosaic_sm90.ring import Pool
 ROWS = 64  # of a tile: one wgmma
 BLOCK_K = 32
 NUM_CONSUMERS = 2
-NUM_STAGES = 4
+HEADS_MULTIPLE = 8  # rows that a swizzle pattern spans, at whose multiples tokens begin
 CLUSTER = "half"  # axis of the programs of a cluster, which share a tile and all blocks of keys
-_SWIZZLE = 64  # bytes: the probabilities of a block are one tile wide
+SWIZZLE = 64  # bytes: the probabilities of a block are one tile wide
+_NUM_STAGES = 4
+_NUM_CONVERTED_STAGES, _NUM_BYTE_STAGES = 3, 2  # of one-byte pages
 
 
 @pytree
@@ -29,6 +31,8 @@ class LatentInputs:
         q_nope, q_pe: `[T * Hq, D]` and `[T * Hq, R]`, with at least 64 rows.
         pool: pages of latents `[.., D + R]`.
         block_tables: i32`[B, N]`.
+        scales: of one-byte pages f32 in the order of `layout.scale_axes`, or f32`[1]` for all
+            tokens; else None.
         items: i32`[num_items, 16]`, packed descriptors of the work items.
         alibi_slopes, sinks: f32`[1, ..]` from `repeat_heads`, or None.
         positions: i32`[T * Hq + R]` from `repeat_tokens`; None where queries are the newest tokens
@@ -40,6 +44,7 @@ class LatentInputs:
     q_pe: Any
     pool: Pool
     block_tables: Any
+    scales: Any
     items: Any
     alibi_slopes: Any
     sinks: Any
@@ -61,16 +66,19 @@ class LatentScratch:
     """Refs in shared memory of a program, or their types.
 
     Attributes:
-        q: `[64, D]` and `[64, R]`, the queries, a union with `results`.
-        results: of each consumer, `[64, D / 2 + pad]`.
-        rows: i32`[2, 64]`, of each consumer the index of each row in `[T * Hq]`.
+        q: `[64, D]` and `[64, R]`, the queries, a union with `ending`.
+        ending: once both consumers have read the queries, of each its results
+            `[64, D / 2 + pad]`, and i32`[2, 64]`, of each the indices of its rows in `[T * Hq]`.
         k: `[stages, 32, D + R]`, blocks of latents.
         p: of each consumer, `[64, 32]`, the probabilities of its last block.
         of_rows: f32`[2, 2, 64]`, `maxima` and `factors`.
+        bytes: `[stages, 32, D + R]`, blocks of one-byte latents before their conversion, or None.
+        scales: f32`[stages, 32]`, of the tokens in `k`, or None.
         q_full: barrier, complete when the queries are there.
         k_full: barriers `[stages]`, complete when a block is there.
-        k_free: barriers `[stages]`, complete when both consumers of all programs of the cluster
-            have used a block.
+        k_free: barriers `[stages]`, complete when both consumers have used a block; those of all
+            programs of the cluster, if TMA copies to all.
+        bytes_full, bytes_free: the same of `bytes`, or None; one warpgroup of a program uses them.
         cluster_done: barrier, complete when no program of the cluster signals another one any more;
             None for one program.
         p_full: barriers `[2]`, complete when the last block of a consumer is in `p`.
@@ -78,17 +86,33 @@ class LatentScratch:
     """
 
     q: Any
-    results: Any
-    rows: Any
+    ending: Any
     k: Any
     p: Any
     of_rows: Any
+    bytes: Any
+    scales: Any
     q_full: Any
     k_full: Any
     k_free: Any
+    bytes_full: Any
+    bytes_free: Any
     cluster_done: Any
     p_full: Any
     meeting: Any
+
+    @property
+    def queries(self) -> Any:
+        """The queries: `[64, D]` and `[64, R]`."""
+        return self.q if self.ending else self.q[0]
+
+    @property
+    def results(self) -> Any:
+        return (self.ending or self.q[1])[0]
+
+    @property
+    def rows(self) -> Any:
+        return (self.ending or self.q[1])[1]
 
     @property
     def maxima(self) -> Any:
@@ -108,35 +132,53 @@ class LatentScratch:
         rope_dim: int,
         page_size: int,
         dtype: Any,
+        kv_dtype: Any,
         cluster_size: int,
         interpret: bool,
     ) -> Self:
         """Return the types of the refs."""
+        converts = kv_dtype != dtype
         of_cluster: Any = plgpu.Barrier
         if shares_blocks := cluster_size > 1 and not interpret:
             of_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
-        tile = plgpu.TilingTransform((8, _SWIZZLE // jnp.dtype(dtype).itemsize))
-        swizzled = functools.partial(
-            plgpu.SMEM, dtype=dtype, transforms=(tile, plgpu.SwizzleTransform(_SWIZZLE))
-        )
-        q: Any = [swizzled((ROWS, head_dim)), swizzled((ROWS, rope_dim))]
+
+        def swizzled(shape, dtype):
+            return plgpu.SMEM(shape, dtype, transforms=swizzled_tiles(dtype))
+
+        q: Any = [swizzled((ROWS, dim), dtype) for dim in (head_dim, rope_dim)]
         width = padded(head_dim // NUM_CONSUMERS, dtype)
-        results: Any = [plgpu.SMEM((ROWS, width), dtype) for _ in range(NUM_CONSUMERS)]
+        results = [plgpu.SMEM((ROWS, width), dtype) for _ in range(NUM_CONSUMERS)]
+        ending: Any = [results, plgpu.SMEM((NUM_CONSUMERS, ROWS), jnp.int32)]
         if not interpret:  # to the interpreter's search for races a union is one buffer
-            q, results = plgpu.RefUnion(q, results), None
+            q, ending = plgpu.RefUnion(q, ending), None
+        num_stages = _NUM_CONVERTED_STAGES if converts else _NUM_STAGES
+        copied = functools.partial(plgpu.Barrier, num_arrivals=max(BLOCK_K // page_size, 1))
         return cls(
             q=q,
-            results=results,
-            rows=plgpu.SMEM((NUM_CONSUMERS, ROWS), jnp.int32),
-            k=swizzled((NUM_STAGES, BLOCK_K, head_dim + rope_dim)),
-            p=[swizzled((ROWS, BLOCK_K)) for _ in range(NUM_CONSUMERS)],
+            ending=ending,
+            k=swizzled((num_stages, BLOCK_K, head_dim + rope_dim), dtype),
+            p=[swizzled((ROWS, BLOCK_K), dtype) for _ in range(NUM_CONSUMERS)],
             of_rows=plgpu.SMEM((2, NUM_CONSUMERS, ROWS), jnp.float32),
+            bytes=swizzled((_NUM_BYTE_STAGES, BLOCK_K, head_dim + rope_dim), kv_dtype)
+            if converts
+            else None,
+            scales=plgpu.SMEM((num_stages, BLOCK_K), jnp.float32) if converts else None,
             q_full=plgpu.Barrier(num_arrivals=2),
-            k_full=plgpu.Barrier(
-                num_arrivals=max(BLOCK_K // page_size, 1), num_barriers=NUM_STAGES
+            k_full=plgpu.Barrier(num_barriers=num_stages)
+            if converts
+            else copied(num_barriers=num_stages),
+            k_free=(plgpu.Barrier if converts else of_cluster)(
+                num_arrivals=NUM_CONSUMERS, num_barriers=num_stages
             ),
-            k_free=of_cluster(num_arrivals=NUM_CONSUMERS, num_barriers=NUM_STAGES),
+            bytes_full=copied(num_barriers=_NUM_BYTE_STAGES) if converts else None,
+            bytes_free=of_cluster(num_barriers=_NUM_BYTE_STAGES) if converts else None,
             cluster_done=of_cluster(num_arrivals=NUM_CONSUMERS) if shares_blocks else None,
             p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
             meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         )
+
+
+def swizzled_tiles(dtype: Any) -> tuple[Any, ...]:
+    """Return the transforms of blocks in shared memory: tiles of 8 rows of 64 swizzled bytes."""
+    tile = plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize))
+    return tile, plgpu.SwizzleTransform(SWIZZLE)

@@ -161,10 +161,33 @@ ONE_BYTE = [
 @pytest.mark.parametrize(("case", "kind", "options"), ONE_BYTE, ids=name_of)
 def test_one_byte_latents_equal_the_oracle(case, kind, options):
     v = case.head_dim // 128 * 128
+    assert_one_byte_equals_the_oracle(case, kind, options, v, SM80)
+
+
+ONE_BYTE_90 = [
+    (decode_90(), dict(kv_dtype="int8"), every_option(24, **SPLIT)),
+    (ragged_90(dtype="float16"), dict(kv_dtype="float8_e4m3fn"), dict(tree_mask=TREE_90)),
+    *slow(
+        [
+            (decode_90(num_q_heads=128), dict(kv_dtype="float8_e4m3fn", per_tensor=True), {}),
+            (decode_90(dtype="float16"), dict(kv_dtype="int8"), dict(kv_layout="HPND")),
+            (ragged_90(page_size=8, pages_per_seq=16), dict(kv_dtype="int8"), every_option(3)),
+        ]
+    ),
+]
+
+
+@pytest.mark.cpu_budget(25)  # interpreted
+@pytest.mark.parametrize(("case", "kind", "options"), ONE_BYTE_90, ids=name_of)
+def test_one_byte_latents_on_hopper_equal_the_oracle(case, kind, options):
+    assert_one_byte_equals_the_oracle(case, kind, options, 512, SM90)
+
+
+def assert_one_byte_equals_the_oracle(case, kind, options, v, family):
     arrays, meant = Quantized(case=case, **kind).make()
     *arrays, k_scales, _ = arrays
-    actual = attend_latents(arrays, v=v, k_scales=k_scales, **options)
-    given = {k: x for k, x in options.items() if k != "fixed_split_size"}
+    actual = attend_latents(arrays, v, family, k_scales=k_scales, **options)
+    given = {k: x for k, x in options.items() if k not in ("fixed_split_size", "kv_layout")}
     assert_near(actual, expected_of(meant, v=v, **given), case.tolerance)
 
 
@@ -189,17 +212,25 @@ def test_real_sizes_on_a_gpu(rows, family, num_q_heads, with_options):
         assert_same_bits(attend_latents(arrays, 512, family, **options), first)
 
 
-@pytest.mark.skipif(SM80 in INTERPRETED, reason="takes too long where the kernel is interpreted")
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("rows", [dict(seq_lens=LENGTHS), PROMPTS], ids=["decode", "prompts"])
-def test_real_sizes_of_one_byte_on_a_gpu(rows, kv_dtype):
-    case = latents(num_q_heads=16, **rows | REAL)
+@pytest.mark.parametrize(
+    ("family", "num_q_heads", "rows"),
+    [
+        *((SM80, 16, rows) for rows in (dict(seq_lens=LENGTHS), PROMPTS)),
+        *((SM90, 20, rows) for rows in (dict(seq_lens=LENGTHS), PROMPTS)),
+        (SM90, 128, dict(seq_lens=LENGTHS)),
+    ],
+)
+def test_real_sizes_of_one_byte_on_a_gpu(family, num_q_heads, rows, kv_dtype):
+    if family in INTERPRETED:
+        pytest.skip("takes too long where the kernel is interpreted")
+    case = latents(num_q_heads=num_q_heads, **rows | REAL)
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype).make()
     *arrays, k_scales, _ = arrays
-    first = attend_latents(arrays, v=512, k_scales=k_scales)
+    first = attend_latents(arrays, 512, family, k_scales=k_scales)
     assert_near(first, expected_of(meant, v=512), case.tolerance)
     for _ in range(100):
-        assert_same_bits(attend_latents(arrays, v=512, k_scales=k_scales), first)
+        assert_same_bits(attend_latents(arrays, 512, family, k_scales=k_scales), first)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.rollouts import Rollouts
-from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "LogprobSequence",
     "Model",
     "PoolMap",
+    "PoolingParams",
     "Request",
     "RequestOutput",
     "Rollouts",

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,11 @@ from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.requests.grammar import StructuredOutputsParams
-from pallas_paged.engine.requests.input_processor import score_requests, scores_of
+from pallas_paged.engine.requests.input_processor import (
+    embeddings_of,
+    score_requests,
+    scores_of,
+)
 from pallas_paged.engine.requests.request import (
     Event,
     OutputCollector,
@@ -29,7 +33,7 @@ from pallas_paged.engine.requests.request import (
     RequestStream,
     Waiter,
 )
-from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 
 
@@ -108,7 +112,7 @@ class AsyncEngine:
     def submit(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -181,7 +185,7 @@ class AsyncEngine:
         """Allocate the pool again after `sleep`."""
         await self._call(self._engine.wake_up)
 
-    async def warmup(self, params: Sequence[SamplingParams] | None = None) -> None:
+    async def warmup(self, params: Sequence[SamplingParams | PoolingParams] | None = None) -> None:
         """Compile every shape that a step may have, as `Engine.warmup`."""
         await self._call(self._engine.warmup, params)
 
@@ -208,12 +212,33 @@ class AsyncEngine:
         if routed_experts is not None:  # its first call traces the model
             shape = await self._call(self._engine._experts_shape)
         requests = score_requests(inputs, prompts, completions, routed_experts, shape)
-        streams = self._submit([request for request in requests if request is not None])
+        await self._run([request for request in requests if request is not None])
+        return scores_of(requests)
+
+    async def embed(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        pooling: Literal["last", "mean"] = "last",
+        normalize: bool = True,
+    ) -> np.ndarray:
+        """Return a vector of each prompt, `f32[B, E]`, as `Engine.embed`.
+
+        Other requests go on meanwhile. Cancelling it aborts what it has submitted.
+        """
+        self._engine.replicas.check_usable()
+        params = PoolingParams(pooling=pooling, normalize=normalize)
+        requests = self._engine._inputs.requests(prompts, params)
+        await self._run(requests)
+        return embeddings_of(requests)
+
+    async def _run(self, requests: Sequence[Request]) -> None:
+        """Serve requests to their ends; abort them if this is cancelled."""
+        streams = self._submit(requests)
         try:
             for stream in streams:
                 async for _ in stream:
                     pass
-            return scores_of(requests)
         finally:
             for stream in streams:
                 stream.close()

@@ -10,7 +10,7 @@ read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,9 +24,14 @@ from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replica import stats_of
 from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests.detokenizer import Tokenizer
-from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
+from pallas_paged.engine.requests.input_processor import (
+    InputProcessor,
+    embeddings_of,
+    score_requests,
+    scores_of,
+)
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
-from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 from pallas_paged.pages.table import PageTable
 
@@ -87,7 +92,7 @@ class Engine:
     def submit(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -96,7 +101,8 @@ class Engine:
 
         Args:
             prompt: a text, or token ids.
-            params: how to continue it; None takes the defaults.
+            params: how to continue it, or how it becomes a vector, the `embedding` of its last
+                output; None takes the defaults.
             request_id: for the outputs; None takes the number of the request.
             priority: requests with smaller values are served first, and preempted last.
 
@@ -217,6 +223,29 @@ class Engine:
         self._run([request for request in requests if request is not None], progress=False)
         return scores_of(requests)
 
+    def embed(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        pooling: Literal["last", "mean"] = "last",
+        normalize: bool = True,
+    ) -> np.ndarray:
+        """Return a vector of each prompt, `f32[B, E]`, of the model's hidden states `[T, E]`.
+
+        Args:
+            prompts: texts or token ids, at least one token each.
+            pooling, normalize: as in `PoolingParams`.
+
+        Raises:
+            ValueError: an argument is not of these, or a prompt can't be served; none has started.
+            RuntimeError: the engine sleeps, or the hidden states of a prompt are NaN or infinite.
+        """
+        self._check_awake()
+        params = PoolingParams(pooling=pooling, normalize=normalize)
+        requests = self._inputs.requests(prompts, params)
+        self._run(requests, progress=False)
+        return embeddings_of(requests)
+
     def update_params(
         self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False
     ) -> None:
@@ -261,7 +290,10 @@ class Engine:
                 self.is_sleeping = False
 
     def warmup(
-        self, params: Sequence[SamplingParams] | None = None, *, progress: bool = False
+        self,
+        params: Sequence[SamplingParams | PoolingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> None:
         """Compile every shape that a step may have, so that nothing compiles later.
 

@@ -205,6 +205,7 @@ class RequestOutput:
         seed: with which the completions were sampled.
         error: message of the failure where a finish reason is "error".
         restarted: earlier outputs of this request are void, because the weights were replaced.
+        embedding: `f32[E]`, what the prompt became; None before, and without `PoolingParams`.
     """
 
     request_id: str
@@ -217,6 +218,7 @@ class RequestOutput:
     seed: int
     error: str | None = None
     restarted: bool = False
+    embedding: np.ndarray | None = None
 
     def add(self, new: RequestOutput) -> RequestOutput:
         """Return this output and the one after it as one; both change."""

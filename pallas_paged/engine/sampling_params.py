@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from pallas_paged.checks import INT32_MAX, check_integer, check_number
+from pallas_paged.checks import INT32_MAX, check_flag, check_integer, check_number
 from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 MAX_LOGPROBS = 20  # alternatives of a token with log-probabilities, as many as OpenAI's API has
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+POOLINGS = ("last", "mean")
 _NOT_OF_BEAMS = (
     *("best_of", "stop", "logprobs", "prompt_logprobs", "return_routed_experts", "logit_bias"),
     *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -238,6 +239,27 @@ class SamplingParams:
             raise ValueError(f"max_tokens=0 is not possible with {width}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """What one vector a prompt becomes, in place of how it is continued. The name is vLLM's.
+
+    Attributes:
+        pooling: "last" takes the hidden state of the last token, "mean" the mean of all tokens.
+        normalize: whether the vector gets the length 1.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    pooling: Literal["last", "mean"] = "last"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling={self.pooling!r:.80} must be one of {', '.join(POOLINGS)}")
+        check_flag("normalize", self.normalize)
+
+
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if values is None:
         return ()
@@ -261,6 +283,7 @@ class SamplingMode:
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
         processors: rows may have a logit_bias or min_tokens.
         masks: rows may have structured outputs.
+        pooling: chunks may be of prompts that become vectors.
         routed_experts: rows may ask for the experts of their tokens.
         draws: rows may have a temperature, and a min_p.
     """
@@ -271,12 +294,15 @@ class SamplingMode:
     logprobs: int = -1
     processors: bool = False
     masks: bool = False
+    pooling: bool = False
     routed_experts: bool = False
     draws: bool = False
 
     @classmethod
-    def of(cls, params: SamplingParams) -> SamplingMode:
+    def of(cls, params: SamplingParams | PoolingParams) -> SamplingMode:
         """Return the smallest mode that serves these parameters."""
+        if isinstance(params, PoolingParams):
+            return cls(pooling=True)
         ranked, prompt = params.beam_width or params.logprobs, params.prompt_logprobs
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         return cls(

@@ -39,6 +39,8 @@ class ChunkBatch:
             if none is.
         routed_experts: `i16[T, L, k]`, experts to use in place of the router's, -1 where requests
             give none; None if no chunk has any, so that the programs of other batches lack it.
+        num_pooled: `i32[max_num_seqs]`, tokens at the end of each chunk whose hidden states are
+            added up; None unless `mode.pooling`.
     """
 
     token_ids: Array
@@ -47,6 +49,7 @@ class ChunkBatch:
     is_last: Array
     targets: Array | None
     routed_experts: Array | None = None
+    num_pooled: Array | None = None
 
 
 @pytree
@@ -155,6 +158,10 @@ class BatchBuckets:
                 for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
                     if (wanted := chunk.targets) is not None:
                         targets[start : start + len(wanted)] = wanted
+            pooled = None
+            if mode.pooling:
+                pooled = np.zeros(config.max_num_seqs, np.int32)
+                pooled[:count] = [chunk.num_pooled for chunk in chunks]
             packed = ChunkBatch(
                 token_ids=token_ids,
                 cu_q_lens=cu_q_lens,
@@ -162,6 +169,7 @@ class BatchBuckets:
                 is_last=is_last,
                 targets=targets,
                 routed_experts=_routed_experts(chunks, num_tokens),
+                num_pooled=pooled,
             )
         return Batch(
             decode_slots=decoding,
@@ -216,6 +224,7 @@ class StepOutput:
         drafts: of a call that verifies drafts, in arrays, or None.
         routed_experts: of each token that was computed, `i32[K, R, L, k]`, or `i32[T, L, k]` with
             chunks; None if the mode does not ask for them, or the model reports none.
+        pooled: `f32[max_num_seqs, E]`, of each chunk the sum of hidden states, or None.
     """
 
     token_ids: jax.Array
@@ -228,6 +237,7 @@ class StepOutput:
     window_slot_mapping: jax.Array | None = None
     drafts: DraftOutput | None = None
     routed_experts: jax.Array | None = None
+    pooled: jax.Array | None = None
 
 
 def output_of(

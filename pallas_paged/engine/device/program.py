@@ -30,7 +30,12 @@ from pallas_paged.engine.device.state import EngineState
 from pallas_paged.engine.device.step import Call, Result, decode, prefill_and_decode
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.requests.input_processor import check_lists
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
+from pallas_paged.engine.sampling_params import (
+    MAX_LOGPROBS,
+    PoolingParams,
+    SamplingMode,
+    SamplingParams,
+)
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
 logger = logging.getLogger("pallas_paged")
@@ -97,12 +102,12 @@ def make_step(
     return jax.jit(step, donate_argnames="state", **options)
 
 
-def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
+def modes_for(params: Iterable[SamplingParams | PoolingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
     Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
     penalties and log-probabilities cost time in every row. None is for any request without
-    structured outputs and routed experts.
+    structured outputs, routed experts and pooling.
     """
     if params is None:
         full = SamplingMode(
@@ -117,8 +122,8 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
         ]
     check_lists(params=params)
     for one in params:
-        if not isinstance(one, SamplingParams):
-            raise ValueError(f"params has {one!r}, which must be SamplingParams")
+        if not isinstance(one, SamplingParams | PoolingParams):
+            raise ValueError(f"params has {one!r}, which must be SamplingParams or PoolingParams")
     modes = {SamplingMode.of(one) for one in params}
     modes.add(reduce(or_, modes, SamplingMode()))
     return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
@@ -128,7 +133,7 @@ def fit_mode(mode: SamplingMode, shape: Shape) -> SamplingMode:
     """Return the part of a mode that a batch of this shape can need."""
     if len(shape) > 2:  # with drafts
         mode = replace(mode, penalties=False, masks=False, routed_experts=False)
-    return mode if shape[1] else replace(mode, prompt_logprobs=-1)
+    return mode if shape[1] else replace(mode, prompt_logprobs=-1, pooling=False)
 
 
 _FOLDER = "pallas_paged-steps"  # in the folder of JAX's compilation cache

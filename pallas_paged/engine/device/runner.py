@@ -312,6 +312,9 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
             prompt_logprobs = _read_logprobs(output.prompt_logprobs, wanted, targets, most)
         if sequence.mode.routed_experts and output.routed_experts is not None:
             experts = np.asarray(output.routed_experts[place], np.int16)
+        pooled = None
+        if chunk is not None and sequence.mode.pooling and output.pooled is not None:
+            pooled = output.pooled[index - len(decodes)]
         sequences.append(
             SequenceOutput(
                 scheduled=one,
@@ -321,6 +324,7 @@ def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int)
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 routed_experts=experts,
+                pooled=None if pooled is None else np.array(pooled),
             )
         )
     drafts, windows = output.drafts, output.num_free_window_pages

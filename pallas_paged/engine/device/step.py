@@ -192,7 +192,8 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
         prompt_logprobs = _prompt_logprobs(call, hidden, targets)
     logprobs = jax.tree.map(lambda x: x[None], logprobs)
-    return state, output_of(state, drawn[None], mappings, logprobs, experts, prompt_logprobs)
+    output = output_of(state, drawn[None], mappings, logprobs, experts, prompt_logprobs)
+    return state, replace(output, pooled=_pooled(chunks, hidden))
 
 
 def _sample(
@@ -279,6 +280,26 @@ def _prompt_logprobs(call: Call, hidden: jax.Array, targets: jax.Array) -> Logpr
         (hidden, targets),
     )
     return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)
+
+
+def _pooled(chunks: ChunkBatch, hidden: jax.Array) -> jax.Array | None:
+    """Add up hidden states `[T, E]` for each chunk, `f32[max_num_seqs, E]`, if a chunk asks for it.
+
+    The sum of a chunk with a NaN or an infinity is NaN; others do not depend on it.
+    """
+    if chunks.num_pooled is None:
+        return None
+    place, ends = jnp.arange(len(hidden), dtype=jnp.int32), chunks.cu_q_lens[1:, None]
+    is_pooled = (place < ends) & (place >= ends - chunks.num_pooled[:, None])
+    is_finite = jnp.all(jnp.isfinite(hidden), axis=1)
+    sums = jax.lax.dot(
+        is_pooled.astype(hidden.dtype),
+        jnp.where(is_finite[:, None], hidden, 0),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    is_bad = jnp.any(is_pooled & ~is_finite, axis=1)
+    return jnp.where(is_bad[:, None], jnp.nan, sums)
 
 
 def _extend(

@@ -1,9 +1,10 @@
-"""Prompts and parameters to requests, checked against the model and the pool; scores from them."""
+"""Prompts and parameters to requests, checked against the model and the pool; their results."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from pallas_paged.checks import check_integer
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.grammar import GrammarCompiler
 from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 
 
@@ -37,7 +38,7 @@ class InputProcessor:
     def request(
         self,
         prompt: object,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -52,6 +53,9 @@ class InputProcessor:
         Raises:
             ValueError: the request can never be served.
         """
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling, params = params, _PROMPT_ONLY
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{params=} must be SamplingParams")
@@ -71,6 +75,7 @@ class InputProcessor:
             priority=priority,
             max_len=max_len,
             grammar=None if structure is None else self.grammars.compile(structure),
+            pooling=pooling,
             score_start=score_start,
             prompt_logprobs=None if score_start is None else [None] * len(token_ids),
         )
@@ -78,7 +83,7 @@ class InputProcessor:
     def requests(
         self,
         prompts: Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | PoolingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
         """Make a request for each prompt; arguments as in `Engine.generate`.
 
@@ -86,8 +91,8 @@ class InputProcessor:
             ValueError: a prompt or its parameters can't be served; the message has its index.
         """
         check_lists(prompts=prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if params is None or isinstance(params, SamplingParams | PoolingParams):
+            params = [params or SamplingParams()] * len(prompts)  # type: ignore[list-item]
         check_lists(params=params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
@@ -182,7 +187,8 @@ def check_lists(**values: object) -> None:
             raise ValueError(f"{name}={value!r:.80} must be a list")
 
 
-_PARAMS = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detokenize=False)
+_PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
+_PARAMS = replace(_PROMPT_ONLY, prompt_logprobs=0)
 
 
 def score_requests(
@@ -290,3 +296,18 @@ def scores_of(requests: Sequence[Request | None]) -> np.ndarray:
     for row, values in zip(scores, rows, strict=True):
         row[: len(values)] = values
     return scores
+
+
+def embeddings_of(requests: Sequence[Request]) -> np.ndarray:
+    """Return `f32[B, E]` once all requests are finished.
+
+    Raises:
+        RuntimeError: a request was aborted, or the model's hidden states were NaN or infinite.
+    """
+    rows = []
+    for index, request in enumerate(requests):
+        if (embedding := request.embedding) is None:
+            reason = request.error or f"it ended with {request.outputs[0].finish_reason!r}"
+            raise RuntimeError(f"prompt {index} has no embedding: {reason}")
+        rows.append(embedding)
+    return np.array(rows, np.float32) if rows else np.zeros((0, 0), np.float32)

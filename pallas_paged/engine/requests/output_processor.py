@@ -140,6 +140,8 @@ class OutputProcessor:
             chunk = one.scheduled if isinstance(one.scheduled, Chunk) else None
             start = len(sequence.token_ids) - 1 if chunk is None else chunk.start
             sequence.add_routed_experts(start, one.routed_experts)
+        if isinstance(one.scheduled, Chunk) and one.pooled is not None:
+            request.add_pooled(one.scheduled.start, one.pooled)
         if not token_ids:
             return
         if request.first_token_time is None:
@@ -147,7 +149,7 @@ class OutputProcessor:
             self._counters.prompt_tokens += len(request.prompt_token_ids)
         self._mark_changed(sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
-            self._finish(sequence, "length")
+            self._finish(sequence, sequence.end_of_prompt())
             return
         for index, token_id in enumerate(token_ids):
             reason = sequence.append(token_id, logprobs.token(index) if logprobs else None)

@@ -20,7 +20,7 @@ from pallas_paged.engine.outputs import (
     RequestOutput,
 )
 from pallas_paged.engine.requests.grammar import Grammar
-from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.pages.prefix_cache import Block
 
 Event = threading.Event | asyncio.Event
@@ -44,11 +44,13 @@ class Request:
         given_experts: `i16[P, L, k]`, experts that the tokens of the prompt must use, -1 for those
             of the router; None if there are none. Their K and V are not those of the prefix cache.
         grammar: that its completions must match, or None.
+        pooling: how the prompt becomes a vector, or None.
         number: how many requests the engine accepted before.
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
             None if they were not asked for.
         routed_experts: `i16[P, L, k]`, of the tokens of the prompt, -1 where not computed; None
             before any is, or if they were not asked for.
+        pooled: `f32[E]`, sum of the hidden states that `pooling` takes, so far; None before any.
         error: what went wrong, where a finish reason is "error".
         num_cached_tokens: prompt tokens that the prefix cache had when the request first started.
         num_preemptions: times that a sequence of it lost its pages.
@@ -66,9 +68,11 @@ class Request:
     score_start: int | None = None
     given_experts: np.ndarray | None = None
     grammar: Grammar | None = None
+    pooling: PoolingParams | None = None
     number: int = -1
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     routed_experts: np.ndarray | None = None
+    pooled: np.ndarray | None = None
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -115,6 +119,19 @@ class Request:
         """Tokens that its sequences may have in all."""
         return self.max_len * self.params.num_seqs
 
+    def add_pooled(self, start: int, pooled: np.ndarray) -> None:
+        """Take the sum `f32[E]` of a chunk that begins at this index; 0 begins anew."""
+        self.pooled = pooled if self.pooled is None or start == 0 else self.pooled + pooled
+
+    @property
+    def embedding(self) -> np.ndarray | None:
+        """What the prompt became, `f32[E]`; None without `pooling`, or before its last token."""
+        has_all = self.finished and self.outputs[0].finish_reason == "length"
+        if self.pooling is None or self.pooled is None or not has_all:
+            return None
+        mean = self.pooled / (len(self.prompt_token_ids) if self.pooling.pooling == "mean" else 1)
+        return normalized(mean) if self.pooling.normalize else mean
+
     def fail(self, error: Exception) -> Literal["error"]:
         """Note an error, of the tokenizer for example, and return its finish reason."""
         self.error = f"{type(error).__name__}: {error}"
@@ -140,7 +157,13 @@ class Request:
             seed=self.seed,
             error=self.error,
             restarted=restarted,
+            embedding=self.embedding,
         )
+
+
+def normalized(vector: np.ndarray) -> np.ndarray:
+    """Return a vector with the length 1, but one of zeros as it is."""
+    return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
 
 
 class UnreadOutputs:

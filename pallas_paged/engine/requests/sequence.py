@@ -104,11 +104,13 @@ class Sequence:
     def max_cached_tokens(self) -> int | None:
         """Most tokens to take from the prefix cache; None is all.
 
-        Log-probabilities and experts of the prompt are known by computing its tokens, so those are
-        not taken. K and V of given experts are other ones.
+        Log-probabilities, experts and the mean of the prompt are known by computing its tokens, so
+        those are not taken. K and V of given experts are other ones.
         """
         request = self.request
         if request.given_experts is not None:
+            return 0
+        if request.pooling is not None and request.pooling.pooling == "mean":
             return 0
         if self.output.index > 0 or self.output.token_ids:
             return None
@@ -139,7 +141,9 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether only the last token is left to compute, and the host must send it."""
-        waits = self.decoding or self.fork_source is not None or bool(self.forks)
+        # The hidden state of a prompt's last token is read of a chunk.
+        is_of_chunk = self.request.pooling is not None
+        waits = self.decoding or self.fork_source is not None or bool(self.forks) or is_of_chunk
         return not waits and len(self.token_ids) - self.num_computed == 1
 
     @property
@@ -171,6 +175,13 @@ class Sequence:
             return None
         new = np.array(self.routed_experts, np.int16).reshape(-1, *prompt.shape[1:])
         return np.concatenate([prompt, new])[: len(self.token_ids) - 1]
+
+    def end_of_prompt(self) -> FinishReasonName:
+        """Return the finish reason of a sequence of which only the prompt was wanted."""
+        pooled = self.request.pooled
+        if pooled is not None and not np.isfinite(pooled).all():
+            return self.request.fail(ValueError("the model's hidden states are NaN or infinite"))
+        return "length"
 
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None = None
@@ -239,6 +250,8 @@ class SequenceGroup:
             (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
         )
         self._mode = SamplingMode.of(params)
+        if request.pooling is not None:
+            self._mode |= SamplingMode.of(request.pooling)
 
     def start(self) -> list[list[Sequence]]:
         """Return sequences to schedule at the beginning; those of a list have the same tokens."""

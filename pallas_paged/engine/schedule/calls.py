@@ -37,6 +37,13 @@ class Chunk:
         return self.sequence.request.prompt_token_ids[first : first + len(self.token_ids)]
 
     @property
+    def num_pooled(self) -> int:
+        """Tokens at its end whose hidden states become a part of the prompt's vector."""
+        if (pooling := self.sequence.request.pooling) is None:
+            return 0
+        return len(self.token_ids) if pooling.pooling == "mean" else int(self.is_last)
+
+    @property
     def routed_experts(self) -> np.ndarray | None:
         """The experts that these tokens must use, `i16[N, L, k]`; None if none are given."""
         given = self.sequence.request.given_experts
@@ -109,6 +116,8 @@ class SequenceOutput:
         logprobs: of each, or None.
         prompt_logprobs: of the tokens after each of a chunk, or None.
         routed_experts: `i16[N, L, k]`, of each of the N tokens that it computed, or None.
+        pooled: `f32[E]`, sum of the hidden states that become a part of the prompt's vector, or
+            None.
     """
 
     scheduled: Decode | Chunk
@@ -118,6 +127,7 @@ class SequenceOutput:
     prompt_logprobs: LogprobSequence | None = None
     window_pages: list[int] = field(default_factory=list)
     routed_experts: np.ndarray | None = None
+    pooled: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

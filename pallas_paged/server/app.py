@@ -1,7 +1,8 @@
-"""The endpoints of the server, as an ASGI app."""
+"""The endpoints of the server, as an ASGI app; `/v1/embeddings` is here in full."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
@@ -22,9 +23,23 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pallas_paged.engine import AsyncEngine, EngineDeadError, Tokenizer
-from pallas_paged.server.call import Call
-from pallas_paged.server.completions import parse_chat, parse_completion, take_conversation
+from pallas_paged.engine import (
+    AsyncEngine,
+    CompletionOutput,
+    EngineDeadError,
+    PoolingParams,
+    SamplingParams,
+    Tokenizer,
+)
+from pallas_paged.engine.requests.request import normalized
+from pallas_paged.server.call import Answer, Call, Prompt, encode_json, take_priority
+from pallas_paged.server.completions import (
+    encoded,
+    parse_chat,
+    parse_completion,
+    take_conversation,
+    take_prompts,
+)
 from pallas_paged.server.fields import APIError, Fields, bad_request, error_of
 from pallas_paged.server.generation import engine_dead, respond, shutting_down
 from pallas_paged.server.metrics import HEALTH_SECONDS
@@ -38,6 +53,7 @@ _PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = {"/": "index.html"} | {
     f"/{name}": name for name in ("page.css", "page.js", "pool.js", "api.js")
 }
+_ENCODINGS = ("float", "base64")  # of vectors
 _OPEN_PATHS = ("/health", *_PAGE_FILES)  # need no API key
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -110,6 +126,7 @@ def app_of(service: Service) -> Starlette:
             Route("/v1/chat/completions", endpoints.completions(parse_chat), methods=post),
             Route("/v1/responses", endpoints.completions(parse_response), methods=post),
             Route("/v1/completions", endpoints.completions(parse_completion), methods=post),
+            Route("/v1/embeddings", endpoints.completions(parse_embedding), methods=post),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.models),
             Route("/tokenize", endpoints.tokenize, methods=post),
@@ -256,3 +273,67 @@ class _Endpoints:
     async def page(self, request: Request) -> Response:
         name = _PAGE_FILES[request.scope["path"]]
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
+
+def parse_embedding(fields: Fields, service: Service) -> Call:
+    """Return the call of a request.
+
+    Raises:
+        APIError: a field is unknown, of another type, or out of its range.
+    """
+    service.take_model(fields)
+    prompts = take_prompts(fields, "input")
+    encoding = fields.take("encoding_format", str, default="float")
+    if encoding not in _ENCODINGS:
+        rule = f"must be one of {', '.join(_ENCODINGS)}"
+        raise bad_request(f"encoding_format={encoding!r:.50} {rule}", "encoding_format")
+    dimensions = fields.take("dimensions", int)
+    if dimensions is not None and dimensions < 1:
+        raise bad_request(f"{dimensions=} must be at least 1", "dimensions")
+    fields.take("user")
+    priority = take_priority(fields, allow_priority=service.config.allow_priority)
+    fields.end()
+    return Call(
+        encode=lambda: [encoded(prompt, service, "input") for prompt in prompts],
+        num_characters=sum(map(len, prompts)),
+        num_prompts=len(prompts),
+        params=SamplingParams(max_tokens=0),
+        pooling=PoolingParams(pooling=service.config.pooling),
+        priority=priority,
+        answer=_EmbeddingAnswer(service, is_base64=encoding == "base64", dimensions=dimensions),
+        stream=False,
+        include_usage=False,
+    )
+
+
+class _EmbeddingAnswer(Answer):
+    """Vectors of length 1; each is encoded by itself, so that other threads can go on."""
+
+    kind = "list"
+
+    def __init__(self, service: Service, *, is_base64: bool, dimensions: int | None):
+        super().__init__(service.config.served_model_name)
+        self._is_base64, self._dimensions = is_base64, dimensions
+
+    def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> str:
+        """Return the JSON of a vector."""
+        assert prompt.embedding is not None
+        vector = prompt.embedding.astype("<f4")
+        if (most := self._dimensions) is not None:
+            if most > len(vector):
+                message = f"dimensions={most} is more than the {len(vector)} of the model"
+                raise bad_request(message, "dimensions")
+            vector = normalized(vector[:most]).astype("<f4")
+        value: Any = vector.tolist()
+        if self._is_base64:
+            value = base64.b64encode(vector.tobytes()).decode()
+        return encode_json({"object": "embedding", "index": index, "embedding": value})
+
+    def body(self, choices: list[Any], usage: dict[str, Any]) -> str:
+        """Return the JSON of the answer, given those of its vectors."""
+        numbers = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+        head = encode_json({"object": self.kind, "model": self.head["model"], "usage": numbers})
+        return f'{head[:-1]},"data":[{",".join(choices)}]}}'
+
+    def delta(self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool) -> Any:
+        raise NotImplementedError("vectors are not streamed")

@@ -14,9 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pallas_paged.engine import (
     CompletionOutput,
     Logprob,
+    PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -73,6 +76,10 @@ class Answer(ABC):
         """Return the answer with all completions and the numbers of tokens."""
         return self.head | {"choices": choices, "usage": usage}
 
+    def body(self, choices: list[Any], usage: dict[str, Any]) -> str:
+        """Return the JSON of `whole`."""
+        return encode_json(self.whole(choices, usage))
+
     def event(self, delta: Any, *, include_usage: bool) -> str:
         """Return the event of a delta, or several."""
         usage = ',"usage":null' if include_usage else ""
@@ -106,6 +113,7 @@ class Prompt:
         logprobs: of its tokens, where the answer reports them; known with the first output.
         is_thinking: whether it opens the reasoning of the answer.
         structured_outputs: what the answer must match, because of the tools.
+        embedding: `f32[E]`, what the prompt became, if the request asks for that.
     """
 
     token_ids: list[int]
@@ -113,6 +121,7 @@ class Prompt:
     logprobs: list[Any] | None = None
     is_thinking: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +136,7 @@ class Call:
         answer: makes the JSON.
         stream: whether to send the completions as they grow.
         include_usage: whether a stream ends with the numbers of tokens.
+        pooling: how prompts become vectors, in place of what `params` say.
         arrival: time of the request, of `time.perf_counter`.
     """
 
@@ -138,6 +148,7 @@ class Call:
     answer: Answer
     stream: bool
     include_usage: bool
+    pooling: PoolingParams | None = None
     arrival: float = field(default_factory=time.perf_counter)
 
 
@@ -156,12 +167,18 @@ def take_stream(fields: Fields, params: SamplingParams, *, allow_priority: bool)
     if stream and (params.best_of or params.beam_width):
         name = "best_of" if params.best_of else "beam_width"
         raise bad_request(f"{name} can't be streamed: its completions are ranked at the end", name)
+    priority = take_priority(fields, allow_priority=allow_priority)
+    return {"stream": stream, "include_usage": include_usage, "priority": priority}
+
+
+def take_priority(fields: Fields, *, allow_priority: bool) -> int:
+    """Take "priority"; raise an APIError for one that is out of range or not allowed."""
     priority = fields.take("priority", int, default=0)
     if abs(priority) >= 2**31:
         raise bad_request(f"{priority=} must be in -2147483647..2147483647", "priority")
     if priority and not allow_priority:
         raise bad_request(f"{priority=} is not allowed by this server", "priority")
-    return {"stream": stream, "include_usage": include_usage, "priority": priority}
+    return priority
 
 
 def take_params(

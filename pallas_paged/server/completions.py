@@ -277,7 +277,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
         APIError: a field is unknown, of another type, or out of its range.
     """
     service.take_model(fields)
-    prompts = _prompts(fields.take("prompt", str, list))
+    prompts = take_prompts(fields, "prompt")
     fields.refuse("suffix", "")
     echo = fields.take("echo", bool, default=False)
     logprobs = fields.take("logprobs", int)
@@ -295,7 +295,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
     fields.end()
 
     return Call(
-        encode=lambda: [_encoded(prompt, service, echo=echo) for prompt in prompts],
+        encode=lambda: [encoded(prompt, service, "prompt", echo=echo) for prompt in prompts],
         num_characters=sum(map(len, prompts)),
         num_prompts=len(prompts),
         params=params,
@@ -304,23 +304,25 @@ def parse_completion(fields: Fields, service: Service) -> Call:
     )
 
 
-def _prompts(value: Any) -> list[str | list[Any]]:
-    """Return the prompts: texts, or lists of token ids, which the engine checks."""
+def take_prompts(fields: Fields, name: str) -> list[str | list[Any]]:
+    """Take the field with the prompts: texts, or lists of token ids, which `encoded` checks."""
+    value = fields.take(name, str, list)
     if isinstance(value, list) and value and type(value[0]) is int:
         return [value]
     prompts = [value] if isinstance(value, str) else value
     if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
-        raise bad_request("prompt must be a text, token ids, or a list of those", "prompt")
+        raise bad_request(f"{name} must be a text, token ids, or a list of those", name)
     return prompts
 
 
-def _encoded(prompt: str | list[Any], service: Service, *, echo: bool) -> Prompt:
+def encoded(prompt: str | list[Any], service: Service, name: str, *, echo: bool = False) -> Prompt:
+    """Return a prompt of the field with this name; raise an APIError for one that is not valid."""
     if isinstance(prompt, str):
         return Prompt(token_ids=service.encode_text(prompt), text=prompt if echo else "")
     if len(prompt) > (most := service.max_model_len):  # before a look at millions of them
         message = f"a prompt of {len(prompt)} tokens is more than the {most} tokens of a sequence"
         raise APIError(400, message, code="context_length_exceeded")
-    service.check_token_ids(prompt, "prompt")
+    service.check_token_ids(prompt, name)
     text = service.tokenizer.decode(prompt) if echo else ""
     return Prompt(token_ids=prompt, text=text)
 

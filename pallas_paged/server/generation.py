@@ -55,7 +55,7 @@ class Generation:
                 seconds = request.first_token_time - request.arrival_time
                 self._service.metrics.first_output(since_arrival + seconds, request)
             self._count_end(output, sum(len(one.token_ids) for one in output.outputs))
-            prompt.logprobs = output.prompt_logprobs
+            prompt.logprobs, prompt.embedding = output.prompt_logprobs, output.embedding
             results[index] = prompt, output
 
         await self._run(consume)
@@ -133,7 +133,7 @@ class Generation:
                 if (structure := prompt.structured_outputs) is not None:
                     params = dataclasses.replace(params, structured_outputs=structure)
                 stream = self._service.engine.submit(
-                    prompt.token_ids, params, priority=call.priority
+                    prompt.token_ids, call.pooling or params, priority=call.priority
                 )
                 self._streams.append(stream)
         except ValueError as error:
@@ -227,13 +227,18 @@ async def respond(service: Service, call: Call, request: Request) -> Response:
         return EventStream(service, call)
     results = await Generation(service, call, request).whole()
     count = _Count(call)
-    choices = [
-        call.answer.choice(number, prompt, one)
-        for index, (prompt, output) in enumerate(results)
-        for number, one in count.each(index, output)
-    ]
-    whole = call.answer.whole(choices, count.usage())
-    return Response(encode_json(whole).encode(), media_type="application/json")
+
+    def body() -> bytes:
+        choices = [
+            call.answer.choice(number, prompt, one)
+            for index, (prompt, output) in enumerate(results)
+            for number, one in count.each(index, output)
+        ]
+        return call.answer.body(choices, count.usage()).encode()
+
+    # A thousand vectors are millions of numbers, for which other requests need not wait.
+    content = body() if call.pooling is None else await asyncio.to_thread(body)
+    return Response(content, media_type="application/json")
 
 
 class EventStream(Response):

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
 from pallas_paged.checks import check_flag, check_has, check_integer, check_number
-from pallas_paged.engine import AsyncEngine, SamplingParams, Tokenizer
+from pallas_paged.engine import AsyncEngine, PoolingParams, SamplingParams, Tokenizer
 from pallas_paged.server.answer_parser import PARSERS, find_formats
 from pallas_paged.server.fields import APIError, Bodies, Fields, bad_request, read_fields
 from pallas_paged.server.metrics import Metrics
@@ -34,6 +34,7 @@ class ServerConfig:
         tool_call_parser: how the model writes calls of tools: a key of `TOOL_CALL_PARSERS`, "auto"
             (by the text of the chat template), or "none".
         reasoning_parser: how it writes its reasoning: a key of `REASONING_PARSERS`, or the same.
+        pooling: how the model makes a vector of a prompt, as in `PoolingParams`.
         max_body_bytes: most bytes of a request's body.
         max_total_body_bytes: most bytes of all bodies that are being read; more requests get status
             503.
@@ -52,6 +53,7 @@ class ServerConfig:
     allow_priority: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    pooling: Literal["last", "mean"] = "last"
     max_body_bytes: int = 8 << 20
     max_total_body_bytes: int = 256 << 20
     max_queue: int = 1024
@@ -72,6 +74,7 @@ class ServerConfig:
         for name, parsers in PARSERS.items():
             if (value := getattr(self, name)) not in parsers:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(parsers)}")
+        PoolingParams(pooling=self.pooling)
         for name in ("max_body_bytes", "max_total_body_bytes", "max_connections"):
             check_integer(name, getattr(self, name), 1)
         check_integer("max_queue", self.max_queue, 0)

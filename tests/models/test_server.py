@@ -156,7 +156,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]
     options += ["--allowed-host", "x", "--allowed-host", "y", "--allow-priority"]
-    options += ["--served-model-name", "m", "--chat-template", str(template)]
+    options += ["--pooling", "mean", "--served-model-name", "m", "--chat-template", str(template)]
     options += ["--max-model-len", "32", "--warmup"]
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
     for more in ([], [*options, "all"], [*options, "none"]):
@@ -171,6 +171,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
         api_keys=("a", "b"),
         allowed_hosts=("x", "y"),
         allow_priority=True,
+        pooling="mean",
         **limits,
     )
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "x"}]
 # Fields, words of the message, and its parameter.
@@ -141,6 +141,22 @@ OF_CHATS = [
     ({"chat_template_kwargs": 5}, "chat_template_kwargs must be", "chat_template_kwargs"),
     ({"parallel_tool_calls": 5}, "parallel_tool_calls must be", "parallel_tool_calls"),
 ]
+OF_EMBEDDINGS = [
+    ({"input": None}, "input must be a text, token ids, or a list of those", "input"),
+    ({"input": []}, "input must be", "input"),
+    ({"input": 5}, "input must be a string or an array", "input"),
+    ({"input": ["x", 5]}, "input must be", "input"),
+    ({"input": ["x", ""]}, "the prompt is empty", None),
+    ({"input": [[1], [256]]}, "input must have token ids in 0..255, not 256", "input"),
+    ({"input": ["x", "x" * 300]}, "a prompt of 300 tokens", None),
+    ({"input": ["x"] * 1100}, "1100 sequences is more than the 1032", None),
+    ({"encoding_format": "int8"}, "encoding_format='int8' must be one of", "encoding_format"),
+    ({"dimensions": 0}, "dimensions=0 must be at least 1", "dimensions"),
+    ({"dimensions": 65}, "dimensions=65 is more than the 64 of the model", "dimensions"),
+    ({"dimensions": "2"}, "dimensions must be an integer", "dimensions"),
+    ({"priority": 1}, "priority=1 is not allowed by this server", "priority"),
+    ({"max_tokens": 1}, "unknown field max_tokens", "max_tokens"),
+]
 UNSUPPORTED = ("functions", "function_call", "audio", "prediction", "web_search_options")
 OF_CHATS += [({name: ["x"]}, f"{name} is not supported", name) for name in UNSUPPORTED]
 
@@ -157,11 +173,15 @@ def check_error(response, status, *words):
 
 @pytest.mark.parametrize(
     ("path", "valid", "rows"),
-    [(TEXT, {"prompt": "x"}, OF_TEXTS), (CHAT, {"messages": MESSAGES}, OF_CHATS)],
+    [
+        (TEXT, {"prompt": "x", "max_tokens": 2}, OF_TEXTS),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 2}, OF_CHATS),
+        (VECTORS, {"input": "x"}, OF_EMBEDDINGS),
+    ],
 )
 def test_bad_fields(client, path, valid, rows):
     for fields, words, param in rows:
-        body = json.dumps(valid | {"max_tokens": 2} | fields)
+        body = json.dumps(valid | fields)
         answer = client.post(path, content=body, headers=JSON)
         assert (check_error(answer, 400, words)["param"]) == param, fields
 

@@ -21,7 +21,7 @@ def test_the_example_of_the_docs(server):
     code = code.replace("http://127.0.0.1:8000", server.url).replace('"shakespeare"', '"small"')
     exec(code, names)
     assert names["answer"].usage.completion_tokens == 60 and names["text"]
-    assert names["streamed"]
+    assert names["streamed"] and len(names["vectors"]) == 2
     names["api"].close()
 
 

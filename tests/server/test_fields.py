@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from tokenizers.processors import TemplateProcessing
 
-from pallas_paged.engine import SamplingParams
+from pallas_paged.engine import PoolingParams, SamplingParams
 from pallas_paged.server import fields as body
-from pallas_paged.server.app import app_of
+from pallas_paged.server.app import app_of, parse_embedding
 from pallas_paged.server.call import field_of
 from pallas_paged.server.completions import parse_chat, parse_completion, take_conversation
 from pallas_paged.server.fields import APIError, Bodies, Fields, read_fields
@@ -267,6 +267,14 @@ def test_errors_name_their_field():
     assert APIError(404, "m", code="own").body["error"]["code"] == "own"
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_the_config_says_what_vectors_are_made_of(service, monkeypatch, pooling):
+    monkeypatch.setattr(service, "config", ServerConfig(allow_priority=True, pooling=pooling))
+    call = parse_embedding(Fields({"input": ["x", "y"], "priority": -3}), service)
+    assert call.pooling == PoolingParams(pooling=pooling)
+    assert (call.priority, call.num_prompts, call.stream) == (-3, 2, False)
+
+
 def test_limits_of_a_server_have_bounds():
     config = ServerConfig(served_model_name="x")
     limits = dict(max_body_bytes=8 << 20, max_queue=1024, max_connections=4096, api_keys=())
@@ -291,6 +299,8 @@ def test_limits_of_a_server_have_bounds():
     for bad in ({"served_model_name": ""}, {"served_model_name": 5}, {"allow_priority": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ServerConfig(**bad)
+    with pytest.raises(ValueError, match="pooling='cls' must be one of last, mean"):
+        ServerConfig(pooling="cls")
     for name in ("tool_call_parser", "reasoning_parser"):
         assert getattr(config, name) == "auto"
         for bad in ("pythonic", None, ["mistral"]):

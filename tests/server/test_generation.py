@@ -88,6 +88,7 @@ class Work:
             num_characters=5,
             num_prompts=len(streams),
             params=SamplingParams(**params),
+            pooling=None,
             priority=-2,
             arrival=ARRIVAL,
         )

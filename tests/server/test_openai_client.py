@@ -1,10 +1,15 @@
 """The endpoints through OpenAI's own client."""
 
+import base64
+import functools
+
+import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai")
 
-from tests.support.servers import expected_text  # noqa: E402
+from tests.support.plain_model import PlainModel, dense_logits  # noqa: E402
+from tests.support.servers import MODEL, expected_text, small_params  # noqa: E402
 
 GREEDY = {"model": "small", "temperature": 0}
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -99,3 +104,41 @@ def test_ranked_and_sampled_completions(api):
     for extra in {"beam_width": 2}, {"best_of": 3}:
         choices = api.completions.create(extra_body=extra, **options).choices
         assert [choice.index for choice in choices] == [0, 1]
+
+
+class Headless(PlainModel):
+    """Its logits are the hidden states."""
+
+    def logits(self, params, hidden):
+        return hidden
+
+
+def vectors_of(texts, size=None):
+    """What the server says of texts: last hidden states, computed without a cache."""
+    model = Headless(**vars(MODEL))
+    tokens = (np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts)
+    rows = np.array([dense_logits(model, small_params(), one)[-1] for one in tokens])[:, :size]
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_embeddings_of_texts_and_token_ids(api):
+    """The client asks for base64 by itself."""
+    texts = ["One two", "Three", "x" * 100]  # the last takes two steps
+    wanted = vectors_of(texts)
+    create = functools.partial(api.embeddings.create, model="small")
+    for given, extra in ((texts, {}), ([[*text.encode()] for text in texts], {"user": "me"})):
+        for options in {}, {"encoding_format": "float"}, {"encoding_format": "base64"}:
+            answer = create(input=given, **options, **extra)
+            found = [one.embedding for one in answer.data]
+            if "base64" in options.values():
+                found = [np.frombuffer(base64.b64decode(one), "<f4") for one in found]
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+            kinds = answer.object, answer.model, answer.data[1].object
+            assert kinds == ("list", "small", "embedding")
+            assert [one.index for one in answer.data] == [0, 1, 2]
+            assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (112, 112)
+    for one in texts[1], [*texts[1].encode()]:
+        (found,) = create(input=one, dimensions=16).data
+        np.testing.assert_allclose([found.embedding], vectors_of(texts[1:2], 16), atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="dimensions=65 is more than the 64"):
+        create(input="x", dimensions=65)

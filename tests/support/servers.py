@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def small_engine(folder: Path | None) -> Engine:
     if folder is not None and not (folder / "tokenizer.json").exists():
         save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
     engine = Engine(MODEL, small_params(), SIZES, Tokenizer(folder) if folder is not None else None)
-    use_modes(engine, modes_for(None)[-1:])
+    use_modes(engine, [replace(modes_for(None)[-1], pooling=True)])
     return engine
 
 

@@ -2,142 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from pallas_paged.server.tools import (
+    CONTENT,
+    FIRST_HEADER,
+    HARMONY,
+    HARMONY_ENDS,
+    HEADER,
+    AnswerFormat,
+    Region,
+)
 
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_MOST_NAMED = 400  # characters in which that must be found while a call arrives
 _XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _HARMONY_FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
-_decoder = json.JSONDecoder()
+_ARGUMENTS = ("arguments", "parameters")
+_STRUCTURE, _IN_STRING = re.compile(r'["{}\[\]:,]'), re.compile(r'["\\]')
 
 
-@dataclass(frozen=True)
-class Region:
-    """A part of an answer between markers.
-
-    Attributes:
-        kind: "content", "reasoning", "call", or "header", which says what follows it.
-        open: marker before it.
-        close: markers that end it. One that is also an `open` begins the next region. Without any
-            of them it ends with the answer.
-        is_first: whether only whitespace may come before it.
-        keeps_open: whether `open` is a part of it.
-    """
-
-    kind: str
-    open: str
-    close: tuple[str, ...] = ()
-    is_first: bool = False
-    keeps_open: bool = False
-
-
-@dataclass(frozen=True)
-class AnswerFormat:
-    """How a model writes.
+class CallPiece(NamedTuple):
+    """New text of a call.
 
     Attributes:
-        regions: of an answer, what is outside of them is content.
-        call: text before the arguments of a call, with NAME for the name; text after them; text
-            between two calls, None where an answer has one. A grammar that forces calls has them.
+        number: of the call in its answer, from 0 on.
+        name: of the tool, in the call's first piece; empty in others.
+        arguments: the next piece of the text of a JSON object, as the model wrote it.
+        is_last: whether the call is complete. One that never is was cut off, or was no valid call.
     """
 
-    regions: tuple[Region, ...]
-    call: tuple[str, str, str | None]
-
-
-_CONTENT = Region("content", "")
-_HERMES = AnswerFormat(
-    (Region("call", "<tool_call>", ("</tool_call>",)),),
-    ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
-)
-_MISTRAL = AnswerFormat(
-    (Region("call", "[TOOL_CALLS]", ("[TOOL_CALLS]",)),),
-    ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]", ""),
-)
-_LLAMA = AnswerFormat(
-    (
-        Region("call", "<|python_tag|>"),
-        Region("call", "{", is_first=True, keeps_open=True),
-    ),
-    ('{"name": "NAME", "parameters": ', "}", "; "),
-)
-_HEADER = Region("header", "<|channel|>", ("<|message|>",), keeps_open=True)
-_HARMONY_ENDS = ("<|end|>", "<|start|>", "<|channel|>")
-_HARMONY = AnswerFormat(
-    (_HEADER, Region("header", "<|start|>", ("<|message|>",))),
-    ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", None),
-)
-_FIRST_HEADER = dataclasses.replace(_HEADER, open="")  # prompts end in <|start|>assistant
-# Names are vLLM's. Qwen3-Coder has tags in place of JSON; the reader takes both.
-TOOL_CALL_PARSERS = {
-    "hermes": _HERMES,
-    "llama3_json": _LLAMA,
-    "mistral": _MISTRAL,
-    "openai": _HARMONY,
-    "qwen3_coder": _HERMES,
-}
-_THINK = Region("reasoning", "<think>", ("</think>",), is_first=True)
-REASONING_PARSERS = {
-    "deepseek_r1": _THINK,
-    "mistral": Region("reasoning", "[THINK]", ("[/THINK]",), is_first=True),
-    "openai_gptoss": _HEADER,
-    "qwen3": _THINK,
-}
-# What templates with these formats have in their text; the first that is found counts.
-_TOOL_SIGNS = {
-    "<|channel|>": "openai",
-    "<function=": "qwen3_coder",
-    "<tool_call>": "hermes",
-    "[TOOL_CALLS]": "mistral",
-    "<|python_tag|>": "llama3_json",
-    '{"name": function name, "parameters"': "llama3_json",
-}
-_REASONING_SIGNS = {"<|channel|>": "openai_gptoss", "[THINK]": "mistral", "</think>": "qwen3"}
-PARSERS = {
-    "tool_call_parser": ("auto", "none", *TOOL_CALL_PARSERS),
-    "reasoning_parser": ("auto", "none", *REASONING_PARSERS),
-}
-# Special tokens with these names stay in the text of an answer, where parsers look for them.
-MARKERS = frozenset(
-    marker
-    for region in (
-        *(one for each in TOOL_CALL_PARSERS.values() for one in each.regions),
-        *REASONING_PARSERS.values(),
-    )
-    for marker in (region.open, *region.close)
-) | {"[ARGS]", "[CALL_ID]", "<|constrain|>", "<|end|>"}
-
-
-def find_formats(
-    template: str, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
-) -> tuple[AnswerFormat | None, Region | None]:
-    """Return how a model writes calls of tools, and its reasoning; None: not known.
-
-    Args:
-        template: text of the chat template, in which "auto" looks for the markers.
-        tool_call_parser, reasoning_parser: names of parsers, "auto" or "none".
-    """
-
-    def chosen(name: str, signs: Mapping[str, str]) -> str | None:
-        found = (parser for sign, parser in signs.items() if sign in template)
-        return next(found, None) if name == "auto" else name
-
-    calls = TOOL_CALL_PARSERS.get(chosen(tool_call_parser, _TOOL_SIGNS) or "")
-    if calls is _MISTRAL and "[ARGS]" in template:
-        calls = dataclasses.replace(calls, call=("[TOOL_CALLS]NAME[ARGS]", "", ""))
-    return calls, REASONING_PARSERS.get(chosen(reasoning_parser, _REASONING_SIGNS) or "")
-
-
-class FunctionCall(NamedTuple):
-    """A call of a tool: its name, and its arguments as the text of a JSON object."""
-
+    number: int
     name: str
     arguments: str
+    is_last: bool
 
 
 @dataclass
@@ -146,15 +49,16 @@ class Parts:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[FunctionCall] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
 
 
 class AnswerParser:
     """Parts an answer as its text arrives.
 
-    What may be the beginning of a marker is held back until it is certain, and a call until it is
-    complete. A call that is cut off or not valid stays content. Whitespace beside a region is
-    dropped; content before and after one is on two lines.
+    What may be the beginning of a marker is held back until it is certain. Arguments in JSON come
+    as they are written, those in tags when the call is complete. A call that is cut off or not
+    valid stays content, also if pieces of it have come. Whitespace beside a region is dropped;
+    content before and after one is on two lines.
     """
 
     def __init__(
@@ -174,15 +78,18 @@ class AnswerParser:
             is_thinking: whether the prompt ends with what opens the reasoning.
         """
         regions = (*(calls.regions if calls else ()), *((reasoning,) if reasoning else ()))
-        has_headers = _HEADER in regions
+        has_headers = HEADER in regions
         if has_headers:
-            regions = _HARMONY.regions
+            regions = HARMONY.regions
         self._openers = {region.open: region for region in regions}
         self._schemas = schemas or {}
-        first = _FIRST_HEADER if has_headers else _CONTENT
+        first = FIRST_HEADER if has_headers else CONTENT
         self._region = reasoning if is_thinking and reasoning else first
         self._rest, self._body, self._space = "", "", ""
         self._function = ""  # that a header names
+        self._finder: _CallFinder | None = None  # of the calls in a region that is not complete
+        self._num_sent: list[int] = []  # characters of the arguments of those calls
+        self._num_calls = 0  # before the region
         self._has_begun = False  # whether anything but whitespace has come
         self._has_content, self._strips = False, is_thinking
         self._parts = Parts()
@@ -194,7 +101,7 @@ class AnswerParser:
             at, marker = found
             self._take(self._rest[:at])
             self._rest = self._rest[at + len(marker) :]
-            if self._region is not _CONTENT:
+            if self._region is not CONTENT:
                 self._close(marker)
             if (opened := self._openers.get(marker)) is not None:
                 self._open(opened)
@@ -204,11 +111,13 @@ class AnswerParser:
         self._rest = self._rest[end:]
         if is_last:
             self._end()
+        elif self._region.kind == "call":
+            self._send_begun()
         parts, self._parts = self._parts, Parts()
         return parts
 
     def _markers(self) -> list[str]:
-        if self._region is not _CONTENT:
+        if self._region is not CONTENT:
             return [*self._region.close]
         return [x for x, one in self._openers.items() if not (one.is_first and self._has_begun)]
 
@@ -216,7 +125,7 @@ class AnswerParser:
         found = []
         for marker in self._markers():
             at = self._rest.find(marker)
-            must_be_first = self._region is _CONTENT and self._openers[marker].is_first
+            must_be_first = self._region is CONTENT and self._openers[marker].is_first
             if at >= 0 and not (must_be_first and self._rest[:at].strip()):
                 found.append((at, -len(marker), marker))
         return (min(found)[0], min(found)[2]) if found else None
@@ -230,7 +139,7 @@ class AnswerParser:
 
     def _close(self, marker: str) -> None:
         """End a region by its marker."""
-        region, self._region = self._region, _CONTENT
+        region, self._region = self._region, CONTENT
         if region.kind == "header":
             self._follow_header()
         elif region.kind == "call":
@@ -242,18 +151,46 @@ class AnswerParser:
         self._space, self._strips = "", True
         function = _HARMONY_FUNCTION.search(self._body)
         kind = "reasoning" if "analysis" in self._body else "content"
-        self._region = Region("call" if function else kind, "", _HARMONY_ENDS)
+        self._region = Region("call" if function else kind, "", HARMONY_ENDS)
         self._function = function[1] if function else ""
         self._body = ""
 
+    def _send_begun(self) -> None:
+        """Send what has come of the arguments of calls in a region that is not complete."""
+        if self._finder is None:
+            self._finder = _CallFinder.of(self._function, self._body, _MOST_NAMED)
+        if self._finder is not None:
+            self._finder.read(self._body)
+            for number, call in enumerate(self._finder.calls):
+                if not call.name or call.start is None:
+                    break  # those behind it wait too
+                self._send(number, call.name, self._body, call.start, call.end)
+
+    def _send(
+        self, number: int, name: str, text: str, start: int, end: int | None, is_last: bool = False
+    ) -> None:
+        """Send what is new of the arguments of a call, which are the text from start to end."""
+        is_first = number == len(self._num_sent)
+        if is_first:
+            self._num_sent.append(0)
+        piece = text[start + self._num_sent[number] : end]
+        self._num_sent[number] += len(piece)
+        if piece or is_last:
+            index = self._num_calls + number
+            self._parts.calls.append(CallPiece(index, name if is_first else "", piece, is_last))
+
     def _read_call(self, region: Region, marker: str) -> None:
         try:
-            self._parts.calls += _calls(self._function, self._body, self._schemas)
-            self._space, self._strips = "", True
+            calls = _calls(self._function, self._body, self._schemas)
         except (ValueError, RecursionError):
             before = "" if region.keeps_open else region.open
             self._emit("content", before + self._body + marker)
-        self._body = ""
+        else:
+            for number, (name, arguments) in enumerate(calls):
+                self._send(number, name, arguments, 0, None, is_last=True)
+            self._space, self._strips = "", True
+        self._num_calls += len(self._num_sent)
+        self._body, self._finder, self._num_sent = "", None, []
 
     def _take(self, text: str) -> None:
         if self._region.kind in ("call", "header"):
@@ -276,7 +213,7 @@ class AnswerParser:
         region = self._region
         if region.kind == "call":
             self._read_call(region, "")
-        elif region is _FIRST_HEADER and "<|channel|>" not in self._body:
+        elif region is FIRST_HEADER and "<|channel|>" not in self._body:
             self._emit("content", self._body)  # an answer without channels, as of a grammar
         if region.kind != "reasoning":
             self._parts.content += self._space
@@ -289,38 +226,160 @@ def _overlap(text: str, marker: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def _calls(function: str, body: str, schemas: Mapping[str, Any]) -> list[FunctionCall]:
-    """Return the calls of a region; raise a ValueError for one that is not complete."""
-    body = body.strip()
-    if function:
-        return [_call(function, json.loads(body))]
-    if body.startswith("<function="):
-        if not (found := _XML_CALL.findall(body)):
+@dataclass
+class _FoundCall:
+    """A call in JSON: its name, where its arguments are, or their text if they are a string."""
+
+    name: str | None = None
+    start: int | None = None
+    end: int | None = None
+    quoted: str | None = None
+
+
+class _CallFinder:
+    """Finds calls in JSON that arrives, and does not check that it is JSON.
+
+    Attributes:
+        name: of the call, if the JSON is its arguments; None: it is calls, or lists of calls.
+        calls: so far; the arguments of the last may have no end yet.
+    """
+
+    def __init__(self, name: str | None = None, start: int = 0):
+        """Read from an index on."""
+        self.calls: list[_FoundCall] = []
+        self.name, self._at = name, start
+        self._open: list[str] = []  # brackets
+        self._string: int | None = None  # where an open string begins
+        self._key: str | None = None  # of the value that follows, in the object of a call
+
+    @classmethod
+    def of(cls, function: str, body: str, most: int | None = None) -> _CallFinder | None:
+        """Return one for the text of a region, as far as it has come; None if it has no JSON.
+
+        Args:
+            function: that the header of the region names, or "".
+            body: the text.
+            most: characters in which a name before the arguments is looked for; None: in all.
+        """
+        start = next((place for place, one in enumerate(body) if not one.isspace()), len(body))
+        if function:
+            return cls(function, start) if body.startswith("{", start) else None
+        if body.startswith(("{", "["), start):
+            return cls()
+        named = _NAMED.match(body, start) if most is None or len(body) <= most else None
+        return None if named is None else cls(named[1], named.end())
+
+    def read(self, body: str) -> None:
+        """Go on to the end of a text, of which the beginning has been read."""
+        while True:
+            found = (_STRUCTURE if self._string is None else _IN_STRING).search(body, self._at)
+            if found is None:
+                self._at = len(body)
+                return
+            if found[0] == "\\" and found.end() == len(body):
+                self._at = found.start()  # what it escapes comes later
+                return
+            self._at = found.end() + (found[0] == "\\")
+            if self._string is None:
+                self._take(found[0], found.start())
+            elif found[0] == '"':
+                text, self._string = body[self._string : self._at], None
+                if self._is_in_call:
+                    self._take_string(text)
+
+    @property
+    def _is_in_call(self) -> bool:
+        """Whether the innermost brackets are those of a call."""
+        return self.name is None and self._open in (["{"], ["[", "{"])
+
+    def _take(self, mark: str, at: int) -> None:
+        if mark == '"':
+            self._string = at
+        elif mark in "{[":
+            if mark == "{":
+                self._begin(at)
+            self._open.append(mark)
+        elif mark in "}]":
+            if self._open:
+                self._open.pop()
+            is_back = not self._open if self.name is not None else self._is_in_call
+            call = self.calls[-1] if self.calls else _FoundCall()
+            if is_back and call.start is not None and call.end is None:
+                call.end = at + 1
+        elif mark == "," and self._is_in_call:
+            self._key = None
+
+    def _begin(self, at: int) -> None:
+        """Take the beginning of an object."""
+        if self.name is not None:
+            if not self._open:
+                self.calls.append(_FoundCall(self.name, at))
+        elif self._is_in_call:
+            call = self.calls[-1]
+            if self._key in _ARGUMENTS and call.start is None and call.quoted is None:
+                call.start = at
+        elif self._open in ([], ["["]):
+            self.calls.append(_FoundCall())
+            self._key = None
+
+    def _take_string(self, text: str) -> None:
+        """Take a string of a call's own object: a key, or a value."""
+        call = self.calls[-1]
+        try:
+            value = str(json.loads(text))
+        except ValueError:
+            return
+        if self._key is None:
+            self._key = value
+        elif self._key == "name" and call.name is None:
+            call.name = value
+        elif self._key in _ARGUMENTS and call.start is None and call.quoted is None:
+            call.quoted = value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _calls(function: str, body: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and arguments of a region's calls; raise a ValueError if one is not valid.
+
+    Arguments are what `_CallFinder` finds, so that pieces of them may have been sent before.
+    """
+    text = body.strip()
+    if text.startswith("<function=") and not function:
+        if not (found := _XML_CALL.findall(text)):
             raise ValueError("the call has no end")
         return [_xml_call(name, inner, schemas) for name, inner in found]
-    if (named := _NAMED.match(body)) is not None:
-        return [_call(named[1], json.loads(body[named.end() :]))]
-    values: list[Any] = []
-    while body:
-        value, end = _decoder.raw_decode(body)
-        values += value if isinstance(value, list) else [value]
-        body = body[end:].lstrip("; \n\t,")
-    if not values or not all(
-        isinstance(x, dict) and isinstance(x.get("name"), str) for x in values
-    ):
-        raise ValueError("a call must be an object with a name")
-    return [_call(x["name"], x.get("arguments", x.get("parameters"))) for x in values]
+    if (finder := _CallFinder.of(function, body)) is None:
+        raise ValueError("the call has no JSON")
+    finder.read(body)
+    if finder.name is not None:
+        _decoder.decode(body[finder.calls[0].start :])  # with nothing behind the arguments
+        text = ""
+    while text:
+        value, end = _decoder.raw_decode(text)
+        if not all(isinstance(x, dict) for x in (value if isinstance(value, list) else [value])):
+            raise ValueError("a call must be an object")
+        text = text[end:].lstrip("; \n\t,")
+    if not finder.calls:
+        raise ValueError("there is no call")
+    return [_call(one, body) for one in finder.calls]
 
 
-def _call(name: str, arguments: Any) -> FunctionCall:
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
+def _call(found: _FoundCall, body: str) -> tuple[str, str]:
+    arguments = found.quoted if found.start is None else body[found.start : found.end]
+    if not found.name or arguments is None:
+        raise ValueError("a call must have a name and arguments")
+    if not isinstance(_decoder.decode(arguments), dict):
         raise ValueError("arguments must be an object")
-    return FunctionCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return found.name, arguments
 
 
-def _xml_call(name: str, body: str, schemas: Mapping[str, Any]) -> FunctionCall:
+def _xml_call(name: str, body: str, schemas: Mapping[str, Any]) -> tuple[str, str]:
     """Return a call with a tag for each argument; all but texts are JSON."""
     properties = (schemas.get(name) or {}).get("properties") or {}
     arguments = {}
@@ -331,4 +390,4 @@ def _xml_call(name: str, body: str, schemas: Mapping[str, Any]) -> FunctionCall:
             arguments[key] = text if is_text else json.loads(text)
         except ValueError:
             arguments[key] = text
-    return _call(name, arguments)
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from pallas_paged.engine import CompletionOutput
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
-from pallas_paged.server.answer_parser import AnswerParser, Parts
+from pallas_paged.server.answer_parser import AnswerParser, CallPiece, Parts
 from pallas_paged.server.call import (
     Answer,
     Call,
@@ -160,7 +161,7 @@ class ParsedAnswer(Answer):
 
     Attributes:
         tools: of the request.
-        num_calls: of each choice so far.
+        num_calls: complete ones of each choice so far.
     """
 
     def __init__(self, service: Service, tools: Tools, *, has_format: bool):
@@ -183,8 +184,8 @@ class ParsedAnswer(Answer):
         is_last = output.finish_reason is not None
         parts = self._parsers[index].push(output.text, is_last=is_last)
         if not self.tools.is_parallel:
-            parts.calls = parts.calls[: 1 - self.num_calls[index]]
-        self.num_calls[index] += len(parts.calls)
+            parts.calls = [piece for piece in parts.calls if piece.number == 0]
+        self.num_calls[index] += sum(piece.is_last for piece in parts.calls)
         return parts
 
 
@@ -202,41 +203,44 @@ class _ChatAnswer(ParsedAnswer):
         has_others = bool(parts.reasoning or parts.calls)
         content = None if has_others and not parts.content else parts.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= self._reasoning_and_calls(index, parts)
-        for call in message.get("tool_calls", ()):
-            del call["index"]  # which the parts of a stream have
+        message |= _reasoning_of(parts)
+        if parts.calls:
+            message["tool_calls"] = [
+                _call_head() | {"function": {"name": one.name, "arguments": one.arguments}}
+                for one in parts.calls
+            ]
         return self._choice(index, output, {"message": message})
 
     def delta(
         self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
     ) -> dict[str, Any] | None:
         parts = self.parts(index, prompt, output)
-        has_parts = parts.content or parts.reasoning or parts.calls
+        pieces = [entry for piece in parts.calls for entry in _call_deltas(piece)]
+        has_parts = parts.content or parts.reasoning or pieces
         has_news = has_parts or output.finish_reason or output.logprobs or self._has_ids
         if not (is_first or has_news):
             return None
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if is_first or parts.content:
             delta["content"] = parts.content
-        delta |= self._reasoning_and_calls(index, parts)
+        delta |= _reasoning_of(parts)
+        if pieces:
+            delta["tool_calls"] = pieces
         return self._choice(index, output, {"delta": delta})
 
-    def _reasoning_and_calls(self, index: int, parts: Parts) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if parts.reasoning:
-            fields["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            first = self.num_calls[index] - len(parts.calls)
-            fields["tool_calls"] = [
-                {
-                    "index": first + number,
-                    "id": secrets.token_hex(5)[:9],  # templates of Mistral take no other length
-                    "type": "function",
-                    "function": call._asdict(),
-                }
-                for number, call in enumerate(parts.calls)
-            ]
-        return fields
+    def event(self, delta: dict[str, Any], *, include_usage: bool) -> str:
+        """Return events with at most one piece of a call each, as in OpenAI's API."""
+        pieces = delta["delta"].get("tool_calls", ())
+        texts, make = [], partial(super().event, include_usage=include_usage)
+        if len(pieces) > 1:
+            nothing: dict[str, Any] = dict.fromkeys(("finish_reason", "stop_reason", "logprobs"))
+            nothing |= {"token_ids": []} if self._has_ids else {}
+            others = delta["delta"]
+            for piece in pieces[:-1]:
+                texts.append(make(delta | nothing | {"delta": others | {"tool_calls": [piece]}}))
+                others = {}
+            delta = delta | {"delta": {"tool_calls": [pieces[-1]]}}
+        return "".join([*texts, make(delta)])
 
     def _choice(
         self, index: int, output: CompletionOutput, content: dict[str, Any]
@@ -249,6 +253,24 @@ class _ChatAnswer(ParsedAnswer):
         if output.finish_reason == "stop" and self.num_calls[index]:
             choice["finish_reason"] = "tool_calls"
         return choice
+
+
+def _reasoning_of(parts: Parts) -> dict[str, Any]:
+    return {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+
+
+def _call_head() -> dict[str, Any]:
+    # Templates of Mistral take no other length of ids.
+    return {"id": secrets.token_hex(5)[:9], "type": "function"}
+
+
+def _call_deltas(piece: CallPiece) -> Iterator[dict[str, Any]]:
+    """Yield what a stream has of a piece of a call: its name, and then text of its arguments."""
+    index = {"index": piece.number}
+    if piece.name:
+        yield index | _call_head() | {"function": {"name": piece.name, "arguments": ""}}
+    if piece.arguments:
+        yield index | {"function": {"arguments": piece.arguments}}
 
 
 def _choice(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from pallas_paged.engine import CompletionOutput
-from pallas_paged.server.answer_parser import Parts
+from pallas_paged.server.answer_parser import CallPiece, Parts
 from pallas_paged.server.call import Call, Prompt, encode_json
 from pallas_paged.server.completions import ParsedAnswer, parse_chat
 from pallas_paged.server.fields import APIError, Fields, bad_request
@@ -204,7 +205,8 @@ class _ResponseAnswer(ParsedAnswer):
             "usage": None,
         }
         self._num_events = 0
-        self._open: dict[str, Any] | None = None  # the item that grows
+        self._open: dict[str, Any] | None = None  # the item whose text grows
+        self._calls: dict[int, int] = {}  # by the number of a call, the index of its item
         self._output: list[dict[str, Any]] = self._response["output"]
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> Any:
@@ -222,7 +224,7 @@ class _ResponseAnswer(ParsedAnswer):
         parts = self.parts(index, prompt, output)
         events += self._events(parts)
         if output.finish_reason is not None:
-            events += self._close()
+            events += [*self._close(), *self._cut_off()]
             is_cut = output.finish_reason == "length"
             self._response["status"] = "incomplete" if is_cut else "completed"
             if is_cut:
@@ -265,19 +267,38 @@ class _ResponseAnswer(ParsedAnswer):
             assert self._open is not None
             self._open["content"][0]["text"] += text
             events.append(self._text_event("delta", delta=text))
-        for call in parts.calls:
-            events += self._close()
-            item = {"type": "function_call", "id": _id("fc"), "call_id": secrets.token_hex(5)[:9]}
-            item |= {"name": call.name, "arguments": "", "status": "in_progress"}
-            place = {"item_id": item["id"], "output_index": len(self._output)}
-            events.append(self._added(item))
-            kind, arguments = "function_call_arguments", call.arguments
-            events.append(self._event(f"{kind}.delta", **place, delta=arguments))
-            done = self._event(f"{kind}.done", **place, name=call.name, arguments=arguments)
-            item |= {"arguments": arguments, "status": "completed"}
-            self._output.append(item)
-            events += [done, self._done(item)]
+        for piece in parts.calls:
+            events += self._call_events(piece)
         return events
+
+    def _call_events(self, piece: CallPiece) -> Iterator[dict[str, Any]]:
+        kind = "function_call_arguments"
+        if piece.name:
+            yield from self._close()
+            item: dict[str, Any] = {"type": "function_call", "id": _id("fc")}
+            item |= {"call_id": secrets.token_hex(5)[:9], "name": piece.name, "arguments": ""}
+            item["status"] = "in_progress"
+            self._calls[piece.number] = len(self._output)
+            yield self._added(item)
+            self._output.append(item)
+        output_index = self._calls[piece.number]
+        item = self._output[output_index]
+        place = {"item_id": item["id"], "output_index": output_index}
+        if piece.arguments:
+            item["arguments"] += piece.arguments
+            yield self._event(f"{kind}.delta", **place, delta=piece.arguments)
+        if piece.is_last:
+            arguments = item["arguments"]
+            yield self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+            item["status"] = "completed"
+            yield self._done(item)
+
+    def _cut_off(self) -> Iterator[dict[str, Any]]:
+        """End the calls that are not complete."""
+        for item in self._output:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
+                yield self._done(item)
 
     def _begin(self, kind: str) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
@@ -312,7 +333,7 @@ class _ResponseAnswer(ParsedAnswer):
         return self._event("output_item.added", output_index=len(self._output), item=dict(item))
 
     def _done(self, item: dict[str, Any]) -> dict[str, Any]:
-        index = len(self._output) - 1
+        index = next(index for index, one in enumerate(self._output) if one is item)
         return self._event("output_item.done", output_index=index, item=dict(item))
 
     def _place(self) -> dict[str, Any]:

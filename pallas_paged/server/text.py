@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pallas_paged.engine import Tokenizer
-from pallas_paged.server.answer_parser import MARKERS
+from pallas_paged.server.tools import MARKERS
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # to a template by `render`
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")

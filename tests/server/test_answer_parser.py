@@ -2,7 +2,8 @@
 
 import pytest
 
-from pallas_paged.server.answer_parser import AnswerParser, Parts, find_formats
+from pallas_paged.server.answer_parser import AnswerParser, Parts
+from pallas_paged.server.tools import find_formats
 
 A, B = ("f", '{"a": 1}'), ("g", '{"b": "é"}')
 SCHEMAS = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}
@@ -29,16 +30,32 @@ TO_F = f'{COMMENTARY} to=functions.f <|constrain|>json<|message|>{{"a": 1}}'
 HARMONY = ("openai", "openai_gptoss")
 
 
-def parted(text, parsers, size=None, **options):
+def pushed(pieces, parsers, **options):
+    """Return content, reasoning, complete calls and incomplete ones of an answer that comes so."""
     parser, parts = AnswerParser(*find_formats("", *parsers), SCHEMAS, **options), Parts()
-    size = size or len(text) or 1
-    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
     for index, piece in enumerate(pieces):
         new = parser.push(piece, is_last=index == len(pieces) - 1)
         parts.content += new.content
         parts.reasoning += new.reasoning
         parts.calls += new.calls
-    return parts.content, parts.reasoning, parts.calls
+    calls, complete = {}, []
+    for piece in parts.calls:
+        assert bool(piece.name) == (piece.number not in calls)
+        assert not piece.name or piece.number == len(calls)
+        name, arguments = calls.get(piece.number, (piece.name, ""))
+        calls[piece.number] = name, arguments + piece.arguments
+        if piece.is_last:
+            complete.append(piece.number)
+    incomplete = [calls[number] for number in calls if number not in complete]
+    return parts.content, parts.reasoning, [calls[number] for number in complete], incomplete
+
+
+def parted(text, parsers, size=None, **options):
+    size = size or len(text) or 1
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    *found, incomplete = pushed(pieces, parsers, **options)
+    assert not incomplete or any(arguments in found[0] for _, arguments in incomplete)
+    return tuple(found)
 
 
 @pytest.mark.parametrize("size", [None, 1, 7])
@@ -85,6 +102,66 @@ def parted(text, parsers, size=None, **options):
 )
 def test_the_parts_of_an_answer(parsers, text, expected, size):
     assert parted(text, parsers, size) == expected
+
+
+ANSWERS = [
+    (HERMES, f"<think>Hm.</think>Hi {F}\n{G}"),
+    (HERMES, '<tool_call>{"arguments": {"s": "\\"}{\\\\"}, "name": "f", "x": [{}]}</tool_call>.'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": {"b": [1, {"c": "]}"}]}}}</tool_call>'),
+    (("qwen3_coder", "none"), CODER + "\nDone"),
+    (("llama3_json", "none"), LLAMA),
+    (("llama3_json", "none"), '{"name": "f", "parameters": {"a": 1}, "arguments": {"b": 2}}'),
+    (("mistral", "mistral"), f"[THINK]Hm.[/THINK]Hi[TOOL_CALLS]{LIST}"),
+    (("mistral", "none"), '[TOOL_CALLS]f[ARGS]{"a": "["}[TOOL_CALLS]g[CALL_ID]x1[ARGS] {}'),
+    (HARMONY, f"{ANALYSIS}{COMMENTARY}<|message|>Now.<|end|>{TO_F}"),
+]
+
+
+@pytest.mark.parametrize(("parsers", "text"), ANSWERS)
+def test_an_answer_is_the_same_wherever_its_text_is_cut_in_two(parsers, text):
+    at_once = pushed([text], parsers)
+    assert at_once[2] and not at_once[3]
+    for at in range(len(text)):
+        assert pushed([text[:at], text[at:]], parsers) == at_once
+
+
+@pytest.mark.parametrize(("parsers", "text"), ANSWERS)
+def test_an_answer_that_ends_anywhere_has_the_same_content_and_calls_in_pieces(parsers, text):
+    """Pieces of a call that is cut off have come already, and its text is content all the same."""
+    for end in range(len(text)):
+        content, reasoning, calls, _ = pushed([text[:end]], parsers)
+        *found, incomplete = pushed([*text[:end]] or [""], parsers)
+        assert (content, reasoning, calls) == tuple(found)
+        assert all(arguments in content for _, arguments in incomplete)
+
+
+@pytest.mark.parametrize(("parsers", "text", "first"), [
+    (HERMES, F, '<tool_call>\n{"name": "f", "arguments": {'),
+    (("llama3_json", "none"), LLAMA, '{"name": "f", "parameters": {'),
+    (("mistral", "none"), "[TOOL_CALLS]" + LIST, '[TOOL_CALLS][{"name": "f", "arguments": {'),
+    (("mistral", "none"), '[TOOL_CALLS]f[ARGS]{"a": 1}', "[TOOL_CALLS]f[ARGS]{"),
+    (HARMONY, ANALYSIS + TO_F, ANALYSIS + TO_F.partition("{")[0] + "{"),
+])  # fmt: skip
+def test_arguments_come_as_they_are_written(parsers, text, first):
+    parser = AnswerParser(*find_formats("", *parsers))
+    begun = [piece for one in first for piece in parser.push(one).calls]
+    assert begun == [(0, "f", "{", False)]
+    for one in '"a": 1}':
+        (piece,) = parser.push(one).calls
+        assert piece == (0, "", one, False)
+    last = [piece for piece in parser.push(text[len(first) + 7 :], is_last=True).calls]
+    assert last[0] == (0, "", "", True)
+
+
+def test_what_is_no_call_sends_no_pieces():
+    """An answer in JSON of a model that writes calls as bare JSON; text that only begins as one."""
+    parsers = ("llama3_json", "none")
+    for text in ('{"name": "Bob", "age": [3]}', '{"parameters": {"a": 1}}', '{"name": 5, "x": {}}'):
+        assert pushed([*text], parsers) == (text, "", [], [])
+    text = "[TOOL_CALLS]" + "x" * 1000 + '{"a": 1}'  # found at its end, and not while it arrives
+    *_, calls, incomplete = pushed([*text], ("mistral", "none"))
+    assert calls == [("x" * 1000, '{"a": 1}')] and not incomplete
 
 
 def test_an_answer_to_a_prompt_that_opens_the_reasoning():

@@ -47,7 +47,10 @@ def test_reasoning_and_calls_are_shown_and_the_next_messages_are_their_results(p
         {"role": "assistant", "content": "", "reasoning_content": "H"},
         {"reasoning_content": "m."},
         {"content": "Wait"},
-        {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]},
+        {"tool_calls": [{"index": 0} | calls[0]]},
+        {"tool_calls": [{"index": 1} | calls[1] | {"function": {"name": "add", "arguments": ""}}]},
+        *({"tool_calls": [{"index": 1, "function": {"arguments": x}}]} for x in '{"x": 2}'),
+        {"tool_calls": [{"index": 2, "function": {"name": "cut", "arguments": '{"x'}}]},
     ]
     events = "".join(
         f"data: {json.dumps({'choices': [{'index': 0, 'delta': one}]})}\n\n" for one in deltas
@@ -58,9 +61,9 @@ def test_reasoning_and_calls_are_shown_and_the_next_messages_are_their_results(p
     with page.expect_request("**/v1/chat/completions") as request:
         send(page, "Hi")
     assert request.value.post_data_json["tools"] == tools
-    assert answers(page) == ['Hm.Waitadd({"x": 1})add({"x": 2})']
+    assert answers(page) == ['Hm.Waitadd({"x": 1})add({"x": 2})cut({"x)']
     assert page.locator(".reasoning").all_text_contents() == ["Hm."]
-    assert page.locator(".call").count() == 2
+    assert page.locator(".call").count() == 3  # the last was cut off, and has no result
     send(page, "3")
     with page.expect_request("**/v1/chat/completions") as request:
         send(page, "4")

@@ -47,11 +47,14 @@ def test_a_forced_call_at_once_and_streamed(api):
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "f", {"a": 1})
     assert response.status == call.status == "completed" and call.call_id
     events = [*api.responses.create(**options, stream=True)]
-    assert [one.type.removeprefix("response.") for one in events] == [
-        *("created", "in_progress", "output_item.added", "function_call_arguments.delta"),
+    kinds = [one.type.removeprefix("response.") for one in events]
+    deltas = ["function_call_arguments.delta"] * (len(kinds) - 6)
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", *deltas),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
-    assert events[3].delta == events[4].arguments == call.arguments
+    assert len(deltas) > 2 and "".join(one.delta for one in events[3:-3]) == call.arguments
+    assert events[-3].arguments == call.arguments
     assert events[-1].response.output[0].arguments == call.arguments
 
 
@@ -152,3 +155,51 @@ def test_reasoning_text_and_a_call_are_items(tmp_path):
     added = [one for one in events if one["type"] == "response.output_item.added"]
     assert [one["output_index"] for one in added] == [0, 1, 2]
     assert [one["item"]["id"] for one in added] == [one["id"] for one in done]
+
+
+def events_of(tmp_path, texts, reason):
+    answer, prompt, *_ = parsed(tmp_path, "Hi", tools=[TOOL])
+    events = []
+    for index, text in enumerate(texts):
+        ends = reason if index == len(texts) - 1 else None
+        output = CompletionOutput(index=0, text=text, finish_reason=ends)
+        events += answer.delta(0, prompt, output, is_first=index == 0)
+    return events, answer.whole([], USAGE)["output"]
+
+
+USAGE = dict(prompt_tokens=1, completion_tokens=1, total_tokens=2, prompt_tokens_details={})
+
+
+def test_the_calls_of_one_region_are_items_that_end_in_order(tmp_path):
+    calls = [f'{{"name": "f", "arguments": {{"x": {x}}}}}' for x in (1, 2)]
+    text = f"Hi <tool_call>{'; '.join(calls)}</tool_call> Bye"
+    events, output = events_of(tmp_path, [*text], "stop")
+    assert [one["type"] for one in output] == [
+        "message",
+        "function_call",
+        "function_call",
+        "message",
+    ]
+    assert [one.get("arguments") for one in output] == [None, '{"x": 1}', '{"x": 2}', None]
+    assert {one["status"] for one in output} == {"completed"}
+    for index, item in enumerate(output):
+        own = [one for one in events if one.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[-1]["item"] == item and own[-1]["type"] == "response.output_item.done"
+        deltas = [one["delta"] for one in own if one["type"].endswith("arguments.delta")]
+        assert "".join(deltas) == item.get("arguments", "")
+        assert {one["item_id"] for one in own if "item_id" in one} == {item["id"]}
+
+
+def test_a_call_that_is_cut_off_is_an_incomplete_item_and_text(tmp_path):
+    text = '<tool_call>{"name": "f", "arguments": {"x"'
+    events, output = events_of(tmp_path, [*text], "length")
+    assert [(one["type"], one["status"]) for one in output] == [
+        ("function_call", "incomplete"),
+        ("message", "completed"),
+    ]
+    assert output[0]["arguments"] == '{"x' and output[1]["content"][0]["text"] == text
+    done = [one for one in events if one["type"] == "response.output_item.done"]
+    assert [one["output_index"] for one in done] == [1, 0]
+    _, at_once = events_of(tmp_path, [text], "length")
+    assert [one["type"] for one in at_once] == ["message"]

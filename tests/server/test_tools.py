@@ -12,10 +12,10 @@ pytest.importorskip("llguidance", reason="needs the extra [structured]")
 
 from pallas_paged.engine import CompletionOutput  # noqa: E402
 from pallas_paged.engine.requests.grammar import GrammarCompiler  # noqa: E402
-from pallas_paged.server.answer_parser import AnswerParser, find_formats  # noqa: E402
+from pallas_paged.server.answer_parser import AnswerParser  # noqa: E402
 from pallas_paged.server.completions import parse_chat  # noqa: E402
 from pallas_paged.server.fields import Fields  # noqa: E402
-from pallas_paged.server.tools import take_tools  # noqa: E402
+from pallas_paged.server.tools import find_formats, take_tools  # noqa: E402
 from tests.support.servers import make_service, small_engine  # noqa: E402
 
 GREEDY = {"model": "small", "temperature": 0}
@@ -47,9 +47,18 @@ def test_a_forced_call_at_once_and_streamed(api):
     chunks = [*api.chat.completions.create(**options, **GREEDY, stream=True)]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    (delta,) = [x for one in chunks for x in one.choices[0].delta.tool_calls or ()]
-    assert (delta.index, delta.type) == (0, "function")
-    assert delta.function.model_dump() == call.function.model_dump()
+    pieces = [one.choices[0].delta.tool_calls for one in chunks]
+    first, *others = [piece for (piece,) in filter(None, pieces)]
+    assert (first.index, first.type, len(first.id)) == (0, "function", 9)
+    assert (first.function.name, first.function.arguments) == ("f", "")
+    assert {(one.index, one.id, one.type, one.function.name) for one in others} == {
+        (0, None, None, None)
+    }
+    assert len(others) > 2  # a piece for each call of the device
+    assert "".join(one.function.arguments for one in others) == call.function.arguments
+    with api.chat.completions.stream(**options, **GREEDY) as stream:
+        (last,) = [one for one in stream if one.type == "tool_calls.function.arguments.done"]
+    assert (last.name, last.arguments) == ("f", call.function.arguments)
 
 
 def test_required_calls_of_one_of_the_tools(api):
@@ -165,7 +174,11 @@ def test_reasoning_content_and_parallel_calls(tmp_path):
     assert new[0] == {"role": "assistant", "content": "", "reasoning_content": "H"}
     assert new[1:3] == [{"reasoning_content": "m."}, {"content": "Hi"}]
     (last,) = [one for one in new if "tool_calls" in one]
-    assert [(x["index"], x["function"]) for x in last["tool_calls"]] == [*enumerate(functions)]
+    arguments = [{"arguments": one.pop("arguments")} for one in functions]
+    pieces = [x | {"arguments": ""} for x in functions], arguments
+    assert [(x["index"], x["function"]) for x in last["tool_calls"]] == [
+        (number, piece) for number in (0, 1) for piece in (pieces[0][number], pieces[1][number])
+    ]
     options = {"tools": [G], "parallel_tool_calls": False}
     complete, _ = answers(tmp_path, texts, ("hermes", "qwen3"), **options)
     assert len(complete["message"]["tool_calls"]) == 1

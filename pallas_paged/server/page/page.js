@@ -61,18 +61,36 @@ function grow(element, kind, text) {
 function showDelta(element, delta) {
   if (delta.reasoning_content) grow(element, "reasoning", delta.reasoning_content);
   if (delta.content) grow(element, "content", delta.content);
-  for (const { index, ...call } of delta.tool_calls ?? []) {
-    grow(element, "call", `${call.function.name}(${call.function.arguments})`);
-    (element.calls ??= []).push(call);
+  for (const { index, function: piece, ...head } of delta.tool_calls ?? []) {
+    element.calls ??= [];
+    if (!element.calls[index]) {
+      element.calls[index] = { ...head, function: { name: piece.name, arguments: "" } };
+      grow(element, "call", "");
+    }
+    const call = element.calls[index].function;
+    call.arguments += piece.arguments;
+    element.querySelectorAll(".call")[index].textContent = `${call.name}(${call.arguments})`;
   }
+}
+
+// The calls of an answer, but one in which it was stopped or cut off.
+function callsOf(element) {
+  return (element.calls ?? []).filter((call) => {
+    try {
+      return JSON.parse(call.function.arguments);
+    } catch {
+      return false;
+    }
+  });
 }
 
 // As the server gets it; the reasoning of earlier answers is left out.
 function messageOf(element) {
   const parts = [...element.querySelectorAll(".content")].map((part) => part.textContent);
   const content = parts.join("");
-  if (!element.calls) return { role: "assistant", content };
-  return { role: "assistant", content: content || null, tool_calls: element.calls };
+  const calls = callsOf(element);
+  if (!calls.length) return { role: "assistant", content };
+  return { role: "assistant", content: content || null, tool_calls: calls };
 }
 
 function requestOf(text, n) {
@@ -148,7 +166,7 @@ async function answer(text, n = find("n").valueAsNumber || 1) {
   const chosen = elements.find((element) => element.textContent);
   if (chosen) {
     conversation.push(messageOf(chosen));
-    if (conversation === messages) pending = [...(chosen.calls ?? [])];
+    if (conversation === messages) pending = callsOf(chosen);
   } else {
     conversation.pop(); // the next message would be a second one of the user
     if (call && conversation === messages) pending.unshift(call);

@@ -230,8 +230,7 @@ class Tools:
             )
             for name in self.schemas
         ]
-        grammar = StructTag.to_grammar(tags, assume_special=False)
-        return grammar.replace("%llguidance {}\n", "", 1)  # the engine has its own options
+        return StructTag.to_grammar(tags, assume_special=False)
 
 
 def take_tools(fields: Fields) -> Tools:

@@ -25,9 +25,14 @@ MESSAGES = [
 SCHEMA = {"const": {"a": 1}}
 F = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 G = {"type": "function", "function": {"name": "g", "parameters": {"const": {}}}}
+CHOICE = {"enum": [{"a": 11}, {"a": 12}, {"a": 21}, {"a": 22}]}
+CHOOSING = {"type": "function", "function": {"name": "f", "parameters": CHOICE}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 BYTES = types.SimpleNamespace(
-    token_bytes=lambda x: bytes([x]), is_special=lambda _: False, decode=lambda ids: str(ids)
+    token_bytes=lambda x: bytes([x]),
+    is_special=lambda _: False,
+    decode=str,
+    encode=lambda text: [*text.encode()],
 )
 PARSERS = [
     ("hermes", "qwen3"),
@@ -38,12 +43,12 @@ PARSERS = [
 
 
 def test_a_forced_call_at_once_and_streamed(api):
-    options = dict(messages=MESSAGES, tools=[F], tool_choice=NAMED)
+    options = dict(messages=MESSAGES, tools=[CHOOSING], tool_choice=NAMED)
     (choice,) = api.chat.completions.create(**options, **GREEDY).choices
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     assert call.type == "function" and call.function.name == "f" and len(call.id) == 9
-    assert json.loads(call.function.arguments) == {"a": 1}
+    assert json.loads(call.function.arguments)["a"] in (11, 12, 21, 22)
     chunks = [*api.chat.completions.create(**options, **GREEDY, stream=True)]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
@@ -54,7 +59,7 @@ def test_a_forced_call_at_once_and_streamed(api):
     assert {(one.index, one.id, one.type, one.function.name) for one in others} == {
         (0, None, None, None)
     }
-    assert len(others) > 2  # a piece for each call of the device
+    assert len(others) > 1  # what the schema leaves open comes piece by piece
     assert "".join(one.function.arguments for one in others) == call.function.arguments
     with api.chat.completions.stream(**options, **GREEDY) as stream:
         (last,) = [one for one in stream if one.type == "tool_calls.function.arguments.done"]

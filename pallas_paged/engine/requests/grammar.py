@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,6 @@ from pallas_paged.engine.requests.detokenizer import Tokenizer
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters; the grammar is compiled while a request waits
 _MAX_GRAMMARS = 64  # that the cache keeps, the newest ones
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A text that the grammar forces may have several tokenizations. The model chooses among them, as
-# it does elsewhere, and the compiler never asks for a tokenization.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +195,11 @@ class GrammarState:
         self._matcher.consume_token(token_id)
         self.check()
 
+    def forced_tokens(self) -> list[int]:
+        """Return the next tokens as far as `fill` would allow one alone in place of each."""
+        tokens = takewhile(lambda x: x < self._vocab_size, self._matcher.compute_ff_tokens())
+        return [*tokens]
+
     def check(self) -> None:
         """Raise a GrammarError if the grammar became too complex for what was asked so far.
 
@@ -245,18 +248,28 @@ class _Tokens:
             return b"" if _REPLACEMENT in text else text.encode()  # a part of a character
 
         self.tokens = [*map(token_bytes, range(vocab_size)), b"<end>"]
+        self._encode = tokenizer.encode
         self.eos_token_id = vocab_size
         self.special_token_ids = [vocab_size]
         self._ids = {data: token_id for token_id, data in enumerate(self.tokens[:-1]) if data}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return tokens of a text, the longest first; only grammars with own options need it.
+        """Return the tokens of a text that the grammar forces: the tokenizer's, if they spell it.
 
-        An exception here would be a panic of llguidance.
+        Otherwise they are the longest from the beginning on. An exception here would be a panic of
+        llguidance.
         """
-        data, token_ids = text.encode() if isinstance(text, str) else bytes(text), []
-        start = 0
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        try:
+            token_ids = [x for x in self._encode(data.decode()) if self.tokens[x]]
+        except Exception:  # of any tokenizer
+            token_ids = []
+        is_spelt = b"".join(self.tokens[x] for x in token_ids) == data
+        return token_ids if is_spelt else self._longest_of(data)
+
+    def _longest_of(self, data: bytes) -> list[int]:
+        token_ids, start = [], 0
         while start < len(data):
             pieces = (data[start : start + size] for size in range(self._longest, 0, -1))
             piece = next((one for one in pieces if one in self._ids), b"")
@@ -270,12 +283,11 @@ def _source(params: StructuredOutputsParams, matcher: Any) -> str:
     """Return a grammar in llguidance's Lark syntax."""
     if params.json is not None:
         schema = json.loads(str(params.json)) | {"x-guidance": {"whitespace_flexible": False}}
-        return f"{_OPTIONS}start: %json {json.dumps(schema)}"
+        return f"start: %json {json.dumps(schema)}"
     if params.regex is not None:  # as Lark spells it
         grammars = json.loads(matcher.grammar_from_regex(params.regex))["grammars"]
-        return _OPTIONS + grammars[0]["lark_grammar"]
+        return grammars[0]["lark_grammar"]
     if params.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
-        return f"{_OPTIONS}start: {' | '.join(texts)}"
-    grammar = params.grammar or ""
-    return grammar if "%llguidance" in grammar else _OPTIONS + grammar
+        return f"start: {' | '.join(texts)}"
+    return params.grammar or ""

@@ -152,9 +152,11 @@ class OutputProcessor:
             self._finish(sequence, sequence.end_of_prompt())
             return
         for index, token_id in enumerate(token_ids):
+            num_before = len(sequence.output.token_ids)
             reason = sequence.append(token_id, logprobs.token(index) if logprobs else None)
+            reason = reason or sequence.append_forced()
             if not request.params.beam_width:
-                self._counters.generated_tokens += token_id >= 0
+                self._counters.generated_tokens += len(sequence.output.token_ids) - num_before
             if reason is not None:
                 self._finish(sequence, reason)
                 return

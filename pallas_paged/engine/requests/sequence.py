@@ -130,6 +130,12 @@ class Sequence:
         return self.decoding and self.num_to_decode > 0 and not waits
 
     @property
+    def has_forced_tokens(self) -> bool:
+        """Whether its grammar has added tokens behind the one with which it would decode."""
+        is_read = self.grammar is not None and not self.num_pending
+        return is_read and self.decoding and len(self.token_ids) - self.num_computed > 1
+
+    @property
     def takes_drafts(self) -> bool:
         """Whether several of its tokens can be drawn at once.
 
@@ -208,6 +214,24 @@ class Sequence:
             return self._end(token_id)
         except Exception as error:  # of the tokenizer or the grammar: other requests go on
             return request.fail(error)
+
+    def append_forced(self) -> FinishReasonName | None:
+        """Take the next tokens without steps of the model if the grammar leaves no choice of them.
+
+        Where log-probabilities are needed, steps draw them.
+
+        Returns:
+            The finish reason, if one of them ends the sequence.
+        """
+        reason: FinishReasonName | None = None
+        if self.grammar is not None and not self.request.params.needs_logprobs:
+            try:
+                forced = self.grammar.forced_tokens()
+            except Exception as error:
+                return self.request.fail(error)
+            while forced and reason is None:
+                reason = self.append(forced.pop(0))
+        return reason
 
     def _end(self, token_id: int) -> FinishReasonName | None:
         """Add the text of the newest token; return the finish reason if it ends the sequence."""

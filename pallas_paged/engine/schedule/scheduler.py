@@ -74,6 +74,9 @@ class Scheduler:
         """
         if may_end_early and self.waiting and self.unused_slots:
             return None
+        for one in self.running:
+            if one.has_forced_tokens:
+                one.decoding = False  # they are computed as those of a prompt are
         resumed = [one for one in self.running if one.needs_last_token]
         decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
         if self._has_prefill or resumed or self.waiting:

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from models.command.options import say
 from models.command.setup import given, prepare
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
-from pallas_paged.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
+from pallas_paged.engine import (
+    AsyncEngine,
+    Engine,
+    EngineConfig,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from pallas_paged.server.server import listen, run
 from pallas_paged.server.service import ServerConfig, Service
+
+_GRAMMAR = StructuredOutputsParams(choice=["x"])
+_ANY = SamplingParams(  # the steps of a request with a grammar and with these serve any
+    structured_outputs=_GRAMMAR,
+    top_k=2,
+    top_p=0.5,
+    logit_bias={0: 1.0},
+    presence_penalty=1.0,
+    logprobs=1,
+)
 
 
 def serve(
@@ -58,11 +77,19 @@ def serve(
 
 
 def _warm_up(engine: Engine, defaults: dict[str, Any] | None) -> None:
-    """Compile what requests with these parameters need, and greedy ones; None: any."""
+    """Compile what requests with these parameters need, and greedy ones; None: any.
+
+    With llguidance that includes requests with these parameters and a grammar, in steps that serve
+    greedy ones too.
+    """
     say("compiling ...")
     start = time.perf_counter()
-    params = None
-    if defaults is not None:
+    has_grammars = importlib.util.find_spec("llguidance") is not None
+    if defaults is None:
+        engine.warmup(None, progress=True)
+        engine.warmup([PoolingParams(), *([_ANY] if has_grammars else [])], progress=True)
+    else:
         params = [SamplingParams(**defaults), SamplingParams(temperature=0.0)]
-    engine.warmup(params, progress=True)
+        params += [replace(params[0], structured_outputs=_GRAMMAR)] if has_grammars else []
+        engine.warmup(params, progress=True)
     say(f"compiled {engine.stats().compilations} programs in {time.perf_counter() - start:.0f} s")

@@ -1,6 +1,7 @@
 """The command `python -m models.server`: in this process, and in one where signals end it."""
 
 import gc
+import importlib.util
 import os
 import re
 import resource
@@ -20,7 +21,9 @@ import pytest
 
 from models import server as command
 from models.command import serve
-from pallas_paged.engine import SamplingParams
+from pallas_paged.engine import PoolingParams, SamplingParams
+from pallas_paged.engine.device.program import modes_for
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.server import server
 from pallas_paged.server.server import listen
 from pallas_paged.server.service import ServerConfig
@@ -162,7 +165,17 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     for more in ([], [*options, "all"], [*options, "none"]):
         assert command.main(["--checkpoint", str(folder), *SIZES, *more]) == 0
     assert addresses == [("127.0.0.1", 8000), ("::1", 5), ("::1", 5)]
-    assert warmed == [[SamplingParams(temperature=0.5), SamplingParams(temperature=0.0)], None]
+    plain, greedy, *_ = warmed[0]
+    assert (plain, greedy) == (SamplingParams(temperature=0.5), SamplingParams(temperature=0.0))
+    assert warmed[1] is None and warmed[2][0] == PoolingParams() and len(warmed) == 3
+    has_grammars = importlib.util.find_spec("llguidance") is not None
+    structure, any_other = {"structured_outputs": serve._GRAMMAR}, dict(logprobs=5, top_k=3)
+    any_other |= dict(frequency_penalty=1.0, logit_bias={1: 2.0}, top_p=0.9, min_p=0.1)
+    for params, options in ((warmed[0], dict(temperature=0.5)), (warmed[2], any_other)):
+        modes = modes_for(params)
+        for one in {**options, **structure}, {"temperature": 0.0, **structure}:
+            wanted = SamplingMode.of(SamplingParams(**one))
+            assert any(mode.covers(wanted) for mode in modes) == has_grammars
     assert capsys.readouterr().err.count("compiled 0 programs in 0 s") == 2
     plain, own, _ = (args[0] for args, _ in served)
     assert plain.config == ServerConfig(served_model_name="copy", api_keys=("of the environment",))

@@ -212,7 +212,7 @@ class AsyncEngine:
         if routed_experts is not None:  # its first call traces the model
             shape = await self._call(self._engine._experts_shape)
         requests = score_requests(inputs, prompts, completions, routed_experts, shape)
-        await self._run([request for request in requests if request is not None])
+        await self._serve_to_end([request for request in requests if request is not None])
         return scores_of(requests)
 
     async def embed(
@@ -229,10 +229,10 @@ class AsyncEngine:
         self._engine.replicas.check_usable()
         params = PoolingParams(pooling=pooling, normalize=normalize)
         requests = self._engine._inputs.requests(prompts, params)
-        await self._run(requests)
+        await self._serve_to_end(requests)
         return embeddings_of(requests)
 
-    async def _run(self, requests: Sequence[Request]) -> None:
+    async def _serve_to_end(self, requests: Sequence[Request]) -> None:
         """Serve requests to their ends; abort them if this is cancelled."""
         streams = self._submit(requests)
         try:

@@ -241,7 +241,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """What one vector a prompt becomes, in place of how it is continued. The name is vLLM's.
+    """How a prompt becomes a vector, in place of how it is continued. The name is vLLM's.
 
     Attributes:
         pooling: "last" takes the hidden state of the last token, "mean" the mean of all tokens.

@@ -1,24 +1,14 @@
 """Completions match what their requests ask for, whatever else happens to them."""
 
-import itertools
-import json
-import random
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from pallas_paged.engine import SamplingParams, StructuredOutputsParams
-from pallas_paged.engine.requests.grammar import GrammarCompiler
-from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.engine_calls import (
-    MODEL,
     PROMPTS,
     greedy,
-    make_engine,
     run,
     sampling,
     serve,
@@ -26,96 +16,24 @@ from tests.support.engine_calls import (
     steps_of,
     tokens_of,
 )
-
-_TEXTS = [*"0123456789abcde", *'"{}[]:,', "true", "false", "null", "-", " ", "\n", '{"', '":']
-_BYTES = [text.encode() for text in [*_TEXTS, "ab", '"a']] + [b"\xc3", b"\xa9"]
-_SPECIAL = ["<s>", "<tool>"]
-EOS = 39
-# Of 40 pieces that can write JSON.
-PIECES = [*_BYTES, *(name.encode() for name in _SPECIAL), b"\\", b".", b"</s>"]
-ENDING = replace(MODEL, eos_token_ids=(EOS,))
-MODES = [SamplingMode(masks=True, processors=True, draws=True, penalties=True, logprobs=0)]
-PERSON = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "string", "maxLength": 3},
-        "b": {"type": "integer", "minimum": -50, "maximum": 99},
-        "c": {"enum": ["ab", None, True]},
-    },
-    "required": ["a", "b", "c"],
-    "additionalProperties": False,
-}
-LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
-SUM = 'start: term ("," term)~1..3\nterm: /[0-9]{1,2}/ | "[" term "]"'
-CHOICES = ["a", "ab", "é", 'b"c', "\\d", "e\ne"]
-
-
-class PieceTokenizer:
-    """Decodes special tokens to nothing, as tokenizers do; token 0 is the text "0"."""
-
-    def encode(self, text: str) -> list[int]:
-        return [PIECES.index(character.encode()) for character in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        pieces = [PIECES[token_id] for token_id in token_ids if not self.is_special(token_id)]
-        return b"".join(pieces).decode(errors="replace")
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id == EOS or PIECES[token_id].decode(errors="replace") in _SPECIAL
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return PIECES[token_id]
-
-
-class PlainPieceTokenizer:
-    """The same tokens with no more than an engine needs; a text does not begin with a space."""
-
-    def __init__(self) -> None:
-        self.encode, self._decode = PieceTokenizer().encode, PieceTokenizer().decode
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids).removeprefix(" ")
-
-
-def make(tokenizer=None):
-    return make_engine(ENDING, tokenizer=tokenizer, modes=MODES)
+from tests.support.structured_cases import (
+    CASES,
+    EOS,
+    LIST,
+    PERSON,
+    PIECES,
+    PieceTokenizer,
+    PlainPieceTokenizer,
+    is_list,
+    make,
+    structured,
+)
 
 
 @pytest.fixture(scope="module")
 def engine():
     pytest.importorskip("llguidance", reason="needs the extra [structured]")
     return make(PieceTokenizer())
-
-
-def structured(**fields):
-    return {"structured_outputs": StructuredOutputsParams(**fields)}
-
-
-def is_person(text):
-    value = json.loads(text)
-    assert [*value] == ["a", "b", "c"] and text == json.dumps(
-        value, ensure_ascii=False, separators=(",", ":")
-    )
-    return len(value["a"]) <= 3 and -50 <= value["b"] <= 99 and value["c"] in ("ab", None, True)
-
-
-def is_list(text):
-    value = json.loads(text)
-    return 1 <= len(value) <= 3 and {*map(type, value)} == {bool}
-
-
-def is_sum(text):
-    is_flat = re.fullmatch(r"\[*\d\d?\]*(,\[*\d\d?\]*){1,3}", text)
-    return is_flat and text.count("[") == text.count("]")
-
-
-CASES = [
-    (dict(json=PERSON), is_person),
-    (dict(json=json.dumps(LIST)), is_list),
-    (dict(regex="(ab|c)+[0-9]{2}é?"), re.compile("(ab|c)+[0-9]{2}é?").fullmatch),
-    (dict(choice=CHOICES), CHOICES.__contains__),
-    (dict(grammar=SUM), is_sum),
-]
 
 
 @pytest.mark.parametrize(("fields", "holds"), CASES, ids=[next(iter(one)) for one, _ in CASES])
@@ -156,87 +74,6 @@ def test_preemption_and_the_prefix_cache_change_nothing(engine):
     assert sum(request.num_preemptions for request in requests) > 0
     assert sum(request.num_cached_tokens for request in requests) > 0
     assert tokens_of(requests) == alone
-
-
-@pytest.mark.parametrize(("fields", "holds"), CASES, ids=[next(iter(one)) for one, _ in CASES])
-def test_forced_tokens_take_no_steps_and_are_those_that_steps_draw(engine, fields, holds):
-    """With log-probabilities every token is drawn."""
-    several = (greedy, {}), (sampling, {}), (sampling, dict(repetition_penalty=1.3, n=2))
-    for make_params, more in several:
-        options = structured(**fields) | dict(max_tokens=24) | more
-        before = engine.stats()
-        skipped = serve(engine, PROMPTS[:2], make_params(**options))
-        between = engine.stats()
-        drawn = serve(engine, PROMPTS[:2], make_params(**options, logprobs=0))
-        after = engine.stats()
-        assert tokens_of(skipped) == tokens_of(drawn)
-        num_tokens = sum(len(x.token_ids) for request in skipped for x in request.outputs)
-        assert between.generated_tokens - before.generated_tokens == num_tokens
-        num_steps = between.num_steps - before.num_steps, after.num_steps - between.num_steps
-        assert num_steps[0] <= num_steps[1]
-        assert num_steps[0] <= num_steps[1] // 2 or "json" not in fields or "items" in str(fields)
-
-
-def test_a_grammar_allows_one_token_where_it_forces_one(engine):
-    compiler = GrammarCompiler(PieceTokenizer(), MODEL.vocab_size, (EOS,))
-    num_forced = 0
-    for (fields, _), seed in itertools.product(CASES, range(5)):
-        rng = random.Random(seed)
-        state = compiler.compile(StructuredOutputsParams(**fields)).start((EOS,))
-        for _ in range(40):
-            forced = state.forced_tokens()
-            for token_id in forced:
-                assert allowed(state) == [token_id]
-                state.accept(token_id)
-            num_forced += len(forced)
-            if state.is_complete or (token_id := rng.choice(allowed(state))) == EOS:
-                break
-            state.accept(token_id)
-    assert num_forced > 100
-
-
-def allowed(state):
-    mask = np.zeros(-(-MODEL.vocab_size // 32), np.int32)
-    state.fill(mask)
-    return [token for token in range(MODEL.vocab_size) if mask[token // 32] >> token % 32 & 1]
-
-
-def test_a_completion_may_end_within_forced_tokens(engine):
-    text = '{"a":"'
-    for num_tokens in range(1, 6):
-        params = greedy(**structured(json=PERSON), max_tokens=num_tokens)
-        (request,) = serve(engine, [PROMPTS[0]], params)
-        (output,) = request.outputs
-        assert (len(output.token_ids), output.finish_reason) == (num_tokens, "length")
-        assert text.startswith(output.text) and output.text
-    (request,) = serve(engine, [PROMPTS[0]], greedy(**structured(json=PERSON), stop='":'))
-    (output,) = request.outputs
-    assert (output.text, output.stop_reason) == ('{"a', '":')
-    (request,) = serve(engine, [PROMPTS[0]], greedy(**structured(choice=["ab" * 20])))
-    assert request.outputs[0].text == "ab" * 7  # as many tokens as max_tokens
-
-
-class Spelling(PieceTokenizer):
-    """Begins texts with a special token, as tokenizers do; it never writes "ab" as one token."""
-
-    def encode(self, text: str) -> list[int]:
-        if "é" in text:
-            raise ValueError(text)
-        return [PIECES.index(b"<s>"), *super().encode(text)]
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "text", "pieces"),
-    [
-        (Spelling(), "cab", ["c", "a", "b"]),  # as the tokenizer spells it
-        (Spelling(), "cabé", ["c", "ab", b"\xc3", b"\xa9"]),  # it fails: the longest
-        (PlainPieceTokenizer(), "cab", ["c", "a", "b"]),
-    ],
-)
-def test_forced_text_is_spelt_as_the_tokenizer_spells_it(engine, tokenizer, text, pieces):
-    wanted = [PIECES.index(one if isinstance(one, bytes) else one.encode()) for one in pieces]
-    (request,) = serve(make(tokenizer), [PROMPTS[0]], greedy(**structured(choice=[text])))
-    assert request.outputs[0].token_ids == wanted and request.outputs[0].finish_reason == "stop"
 
 
 def test_an_aborted_request_leaves_others_and_no_page(engine):

@@ -218,20 +218,20 @@ class Sequence:
     def append_forced(self) -> FinishReasonName | None:
         """Take the next tokens without steps of the model if the grammar leaves no choice of them.
 
-        Where log-probabilities are needed, steps draw them.
+        Where log-probabilities or experts of each token are needed, steps draw them.
 
         Returns:
             The finish reason, if one of them ends the sequence.
         """
-        reason: FinishReasonName | None = None
-        if self.grammar is not None and not self.request.params.needs_logprobs:
-            try:
-                forced = self.grammar.forced_tokens()
-            except Exception as error:
-                return self.request.fail(error)
-            while forced and reason is None:
-                reason = self.append(forced.pop(0))
-        return reason
+        params = self.request.params
+        if self.grammar is None or params.needs_logprobs or params.return_routed_experts:
+            return None
+        try:
+            forced = self.grammar.forced_tokens()
+        except Exception as error:
+            return self.request.fail(error)
+        reasons = (self.append(token_id) for token_id in forced)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _end(self, token_id: int) -> FinishReasonName | None:
         """Add the text of the newest token; return the finish reason if it ends the sequence."""

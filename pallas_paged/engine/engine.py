@@ -23,13 +23,8 @@ from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replica import stats_of
 from pallas_paged.engine.replica.replicas import Replicas
+from pallas_paged.engine.requests import input_processor as inputs
 from pallas_paged.engine.requests.detokenizer import Tokenizer
-from pallas_paged.engine.requests.input_processor import (
-    InputProcessor,
-    embeddings_of,
-    score_requests,
-    scores_of,
-)
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
 from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
@@ -76,7 +71,7 @@ class Engine:
         self.replicas = Replicas(model, params, self.config, devices, tokenizer)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
-        self._inputs = InputProcessor(tokenizer, pages, model, self.max_model_len)
+        self._inputs = inputs.InputProcessor(tokenizer, pages, model, self.max_model_len)
         self.is_sleeping = False
 
     @property
@@ -101,8 +96,7 @@ class Engine:
 
         Args:
             prompt: a text, or token ids.
-            params: how to continue it, or how it becomes a vector, the `embedding` of its last
-                output; None takes the defaults.
+            params: how to continue it, or how it becomes a vector; None takes the defaults.
             request_id: for the outputs; None takes the number of the request.
             priority: requests with smaller values are served first, and preempted last.
 
@@ -219,9 +213,9 @@ class Engine:
         """
         self._check_awake()
         shape = None if routed_experts is None else self._experts_shape()
-        requests = score_requests(self._inputs, prompts, completions, routed_experts, shape)
+        requests = inputs.score_requests(self._inputs, prompts, completions, routed_experts, shape)
         self._run([request for request in requests if request is not None], progress=False)
-        return scores_of(requests)
+        return inputs.scores_of(requests)
 
     def embed(
         self,
@@ -232,9 +226,7 @@ class Engine:
     ) -> np.ndarray:
         """Return a vector of each prompt, `f32[B, E]`, of the model's hidden states `[T, E]`.
 
-        Args:
-            prompts: texts or token ids, at least one token each.
-            pooling, normalize: as in `PoolingParams`.
+        Prompts are texts or token ids; the other arguments are as in `PoolingParams`.
 
         Raises:
             ValueError: an argument is not of these, or a prompt can't be served; none has started.
@@ -242,9 +234,8 @@ class Engine:
         """
         self._check_awake()
         params = PoolingParams(pooling=pooling, normalize=normalize)
-        requests = self._inputs.requests(prompts, params)
-        self._run(requests, progress=False)
-        return embeddings_of(requests)
+        self._run(requests := self._inputs.requests(prompts, params), progress=False)
+        return inputs.embeddings_of(requests)
 
     def update_params(
         self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False

@@ -189,6 +189,10 @@ class AsyncEngine:
         """Compile every shape that a step may have, as `Engine.warmup`."""
         await self._call(self._engine.warmup, params)
 
+    async def start_warmup(self, params: Sequence[SamplingParams] | None = None) -> Future[None]:
+        """Compile what can serve such requests, and start the rest, as `Engine.start_warmup`."""
+        return await self._call(self._engine.start_warmup, params)
+
     async def stats(self) -> EngineStats:
         """Return the counters of the engine so far."""
         return await self._call(self._engine.stats)

@@ -10,6 +10,7 @@ read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import jax
@@ -26,7 +27,7 @@ from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests import input_processor as inputs
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
-from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingMode, SamplingParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 from pallas_paged.pages.table import PageTable
 
@@ -295,12 +296,29 @@ class Engine:
         Raises:
             ValueError: the engine is not idle.
         """
-        self.replicas.check_usable()
-        if not self.idle or self.is_sleeping:
-            raise ValueError("warmup must run while the engine is awake and idle")
-        modes = modes_for(params)
-        for replica in self.replicas:  # later ones find more in JAX's caches
-            replica.runner.warmup(modes, progress)
+        self.replicas.warmup(self._modes_to_compile(params), progress)
+
+    def start_warmup(
+        self, params: Sequence[SamplingParams] | None = None, *, progress: bool = False
+    ) -> Future[None]:
+        """Compile what can serve such requests, and the rest in threads while the engine serves.
+
+        A batch whose own step is not compiled yet runs in a larger one: it takes longer, and its
+        tokens may differ by the rounding of other batch sizes. Where other processes compute too,
+        all is compiled at once.
+
+        Args:
+            params, progress: as of `warmup`.
+
+        Returns:
+            Done when all is compiled. If a step can't be compiled, the log says so, its batches run
+            in a larger one, and the future has the error. `close` or the end of the process cancels
+            it, and waits for programs that compile.
+
+        Raises:
+            ValueError: the engine is not idle.
+        """
+        return self.replicas.start_warmup(self._modes_to_compile(params), progress)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
@@ -374,6 +392,12 @@ class Engine:
                 for request in requests:
                     self.replicas.abort(request)
             raise
+
+    def _modes_to_compile(self, params: Sequence[SamplingParams] | None) -> list[SamplingMode]:
+        self.replicas.check_usable()
+        if not self.idle or self.is_sleeping:
+            raise ValueError("warmup must run while the engine is awake and idle")
+        return modes_for(params)
 
     def _experts_shape(self) -> tuple[int, int] | None:
         return self.replicas[0].runner.routed_experts_shape

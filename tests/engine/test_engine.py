@@ -1,17 +1,13 @@
 """The engine against generation without a cache: batches, prefixes, small pools, failures."""
 
 import gc
-import os
-import time
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pallas_paged.engine import EngineDeadError, SamplingParams
-from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.kv_cache_manager import TableUpdate
@@ -128,24 +124,6 @@ def test_modes_for_any_request_cover_each_request():
         mode = SamplingMode.of(params)
         assert any(one.covers(mode) for one in modes)
         assert modes_for([params])[-1].covers(mode)
-
-
-def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
-    # Else their programs would depend on the timing of threads, and miss the compilation cache.
-    batches = [SimpleNamespace(mode=SimpleNamespace(penalties=False)) for _ in range(8)]
-    events: list[tuple[str, SimpleNamespace]] = []
-
-    def lower(self, batch):
-        events.append(("begins", batch))
-        time.sleep(0.01)
-        events.append(("ends", batch))
-        return SimpleNamespace(compile=lambda: None)
-
-    executor = make_engine().replicas[0].runner.executor
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(Executor, "lower", lower)
-    executor.compile(batches)
-    assert events == [(kind, batch) for batch in batches for kind in ("begins", "ends")]
 
 
 @pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (11.9 / 16, 2), (12 / 16, 1)])

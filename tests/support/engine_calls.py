@@ -81,7 +81,7 @@ def use_modes(engine: Engine, modes: Iterable[SamplingMode]) -> None:
     """Let the steps of an engine use `modes`, which serve all requests, and no smaller ones."""
     for replica in engine.replicas:
         for shape in replica.runner.buckets.all():
-            replica.runner.compiled[shape] = {fit_mode(mode, shape) for mode in modes}
+            replica.runner.steps.compiled[shape] = {fit_mode(mode, shape) for mode in modes}
 
 
 def greedy(**params) -> SamplingParams:

@@ -119,6 +119,11 @@ class BatchBuckets:
             return next(slots for slots in self.decode_slots if slots >= num_decodes), 0, *drafts
         return self.config.max_num_seqs, next(x for x in self.chunk_tokens if x >= num_tokens)
 
+    def from_(self, shape: Shape) -> list[Shape]:
+        """Return the shapes that serve a batch of this one, which is the first."""
+        kind = kind_of(shape)
+        return [x for x in self.all()[::-1] if kind_of(x) == kind and x >= shape]
+
     def pack(
         self,
         decodes: list[Decode],
@@ -180,6 +185,11 @@ class BatchBuckets:
             speculation=config.speculation if drafts else None,
             num_verifications=np.int32(num_verifications) if drafts else None,
         )
+
+
+def kind_of(shape: Shape) -> tuple[bool, ...]:
+    """Return whether batches of a shape have chunks, and whether they verify drafts."""
+    return shape[1] > 0, len(shape) > 2
 
 
 def _routed_experts(chunks: list[Chunk], num_tokens: int) -> np.ndarray | None:

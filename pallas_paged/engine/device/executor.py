@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import wraps
@@ -20,6 +18,7 @@ from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.batch import Batch, StepOutput
+from pallas_paged.engine.device.compilation import Compilation, compile_all
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
@@ -79,7 +78,6 @@ def interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-_COMPILE_THREADS = 6
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -174,6 +172,8 @@ class Executor:
             self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._changes: dict[Any, Callable[..., EngineState]] = {}  # jitted, from their first use on
+        self._change_compilations: list[Compilation] = []
+        self._is_collecting = False
 
     @property
     def free_tokens(self) -> float:
@@ -192,8 +192,10 @@ class Executor:
     def step(self, batch: Batch) -> StepOutput:
         """Dispatch a batch."""
         kind = _kind(batch)
-        if self._program_cache is not None and kind not in self._programs and not self._load(batch):
-            self._keep(batch, self.lower(batch).compile())
+        if self._program_cache is not None and kind not in self._programs:
+            one = self.compilation(batch)
+            if not one.load():
+                one.finish(one.lower())
         step = self._programs.get(kind, self._step)
         counts = self.state.counts
         self.state, output = step(*self._arguments(batch))
@@ -250,33 +252,36 @@ class Executor:
 
     @_followed
     def compile(self, batches: Sequence[Batch], progress: bool = False) -> None:
-        """Compile the steps of batches, in threads; show a bar on stderr if `progress`.
+        """Compile the steps of batches, in threads; show a bar on stderr if `progress`."""
 
-        Those that `ProgramCache` lacks are lowered in order, one after another. Threads that trace
-        a function of both at once get a copy each, so a step's program and its key in JAX's
-        compilation cache would depend on the timing.
-        """
-        # Compilers of several processes may wait for one another, so they go in the same order.
-        threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
-        threads = 1 if self.placement.num_processes > 1 else threads
-        if any(batch.mode.penalties for batch in batches):
-            self._make_counts()
-        lowering = threading.Lock()
-
-        def compile_next(_: Batch) -> None:
-            with lowering:
-                batch = next(remaining)
-                lowered = self.lower(batch)
-            self._keep(batch, lowered.compile())
-
-        with ThreadPoolExecutor(threads) as pool:
-            loaded = pool.map(self._load, batches)
-            missing = [one for one, found in zip(batches, loaded, strict=True) if not found]
-            remaining = iter(missing)
-            done = pool.map(compile_next, missing)
-            for _ in progress_bar(done, len(missing), "compilation", progress):
+        def shown(steps: Iterable[Any], total: int) -> Iterator[Any]:
+            for one in progress_bar(steps, total, "compilation", progress):
+                yield one
                 if self.followers is not None:
                     self.followers.check()
+
+        # Compilers of several processes may wait for one another, so they go in the same order.
+        in_order = self.placement.num_processes > 1
+        compilations = [*map(self.compilation, batches), *self._change_compilations]
+        self._change_compilations.clear()
+        compile_all(compilations, in_order=in_order, shown=shown)
+
+    def compilation(self, batch: Batch) -> Compilation:
+        """Return the compilation of a batch's step, which other threads may run."""
+        arguments, programs = self._arguments(batch), self._programs
+        return Compilation(self._step, arguments, _kind(batch), programs, self._program_cache)
+
+    @contextmanager
+    def collecting_changes(self) -> Iterator[None]:
+        """Let the next `compile` compile the changes of the state that this block would make.
+
+        With other processes they are made as ever.
+        """
+        self._is_collecting = self.followers is None
+        try:
+            yield
+        finally:
+            self._is_collecting = False
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the step of a batch."""
@@ -293,22 +298,11 @@ class Executor:
         if change not in self._changes:
             shardings = None if self.placement.mesh is None else Shardings.of(given)
             self._changes[change] = jit_change(change, shardings)
+        if self._is_collecting:
+            self._change_compilations.append(Compilation(self._changes[change], (given, *args)))
+            return
         new = self._changes[change](given, *args)
         self.state = replace(self.state, **{x: getattr(new, x) for x in CHANGES[change]})
-
-    def _load(self, batch: Batch) -> bool:
-        """Load the step of a batch; return whether it was in `ProgramCache`."""
-        if self._program_cache is None:
-            return False
-        if (program := self._program_cache.load(self._arguments(batch))) is not None:
-            self._programs[_kind(batch)] = program
-        return program is not None
-
-    def _keep(self, batch: Batch, program: jax.stages.Compiled) -> None:
-        """Keep the step of a batch for later processes."""
-        if self._program_cache is not None:
-            self._program_cache.save(self._arguments(batch), program)
-            self._programs[_kind(batch)] = program
 
     def trace(self, batch: Batch) -> StepOutput:
         """Trace the step of a batch, so that a model that it can't run fails now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import accumulate, zip_longest
@@ -14,8 +14,9 @@ import numpy as np
 
 from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, BatchBuckets, Shape, StepOutput
+from pallas_paged.engine.device.compilation import Compilation
+from pallas_paged.engine.device.compiled_steps import CompiledSteps, Step
 from pallas_paged.engine.device.executor import Executor
-from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.sequence import Sequence
@@ -38,6 +39,8 @@ _MAX_ATTACHMENTS = 16  # slots that one update fills
 _MAX_SET = 16  # slots that one call sets
 _COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
 
+WarmupStep = tuple[Compilation, Callable[[], object]]
+
 
 class ModelRunner:
     """Packs what is scheduled for the executor, and unpacks what it has computed.
@@ -45,22 +48,21 @@ class ModelRunner:
     Attributes:
         buckets: shapes of the batches.
         executor: the state on the devices, and the calls on it.
-        compiled: the sampling modes of the steps of each shape so far, (shape, True) with given
-            experts. A step of another mode uses the smallest of them that covers it, if any does.
+        steps: that are compiled.
     """
 
     def __init__(self, executor: Executor):
         config = executor.config
         self.executor = executor
         self.buckets = BatchBuckets(config)
-        self.compiled: dict[Shape | tuple[Shape, bool], set[SamplingMode]] = {}
+        self.steps = CompiledSteps(self.buckets)
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
     @property
     def num_compiled(self) -> int:
         """Number of steps compiled: shapes times sampling modes."""
-        return sum(map(len, self.compiled.values()))
+        return len(self.steps)
 
     @cached_property
     def routed_experts_shape(self) -> tuple[int, int] | None:
@@ -91,26 +93,47 @@ class ModelRunner:
 
     def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
         """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
-        steps = list(
-            dict.fromkeys(
-                (shape, fit_mode(mode, shape)) for shape in self.buckets.all() for mode in modes
-            )
-        )
+        self._compile(self.steps.all(modes), progress)
+
+    def start_warmup(self, modes: list[SamplingMode], progress: bool = False) -> list[WarmupStep]:
+        """Compile the fewest steps that serve any batch of these modes, and run them on nothing.
+
+        Returns:
+            The others, for other threads to compile, and a function to call when each is compiled.
+            Until then its batches run in a larger one.
+        """
+        first, rest = self.steps.first(modes)
+        self._compile(first, progress)
+        return [
+            (self.executor.compilation(self.empty_batch(*step)), self.steps.expect(step))
+            for step in rest
+        ]
+
+    def _compile(self, steps: list[Step], progress: bool) -> None:
+        """Compile steps and the changes of the state, and run them on nothing."""
+        with self.executor.collecting_changes():
+            self._change_nothing()
         self.executor.compile([self.empty_batch(*step) for step in steps], progress=progress)
+        for step in steps:
+            self.steps.add(step)
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
+        self._change_nothing()
+        if any(mode.penalties for _, mode in steps):
+            no_slot = self.executor.config.max_num_seqs
+            self._count_tokens(no_slot, [0], [])
+        self.executor.wait()
+
+    def _change_nothing(self) -> None:
+        """Make each change of the state, to no effect."""
         self.update_table(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])
-        if any(mode.penalties for mode in modes):
-            no_slot = self.executor.config.max_num_seqs
-            self._count_tokens(no_slot, [0], [])
         if (history := self.executor.state.history) is not None:
             outside = np.int32(self.executor.config.max_num_seqs)
             tokens = np.zeros(history.token_ids.shape[1], np.int32)
             self.executor.set_history(outside, tokens, np.int32(0))
-        self.executor.wait()
 
     def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """Start a call; return what `read` waits for, or None if there is nothing to compute."""
@@ -158,10 +181,7 @@ class ModelRunner:
     ) -> StepOutput:
         """Dispatch a batch."""
         has_experts = any(chunk.routed_experts is not None for chunk in chunks)
-        compiled = self.compiled.setdefault((shape, True) if has_experts else shape, set())
-        if mode not in compiled:  # a larger one serves as well
-            mode = min((x for x in compiled if x.covers(mode)), default=mode)
-            compiled.add(mode)
+        shape, mode = self.steps.choose(shape, mode, has_experts)
         batch = self.buckets.pack(decodes, chunks, shape, mode, num_verifications)
         output = self.executor.step(self._with_masks(batch, decodes, chunks))
         for leaf in jax.tree.leaves(output):

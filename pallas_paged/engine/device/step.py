@@ -147,6 +147,7 @@ def decode(call: Call, state: EngineState) -> Result:
     if batch.max_num_steps == 1:
         state, outputs, _ = step(index, state)
         return state, output_of(state, *jax.tree.map(lambda x: x[None], outputs))
+    step = jax.jit(step)  # traced once for the shapes of its outputs and for the loop
     one = jax.eval_shape(step, index, state)[1]
     outputs = jax.tree.map(lambda x: jnp.zeros((batch.max_num_steps, *x.shape), x.dtype), one)
     outputs = jnp.full_like(outputs[0], NOT_SAMPLED), *outputs[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -12,14 +13,17 @@ import jax
 
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.compilation import BackgroundCompilation
 from pallas_paged.engine.device.executor import EngineDeadError, Executor, interrupts_held
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect
+from pallas_paged.engine.device.runner import WarmupStep
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replica import Replica
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.prefix_cache import Block, chained_hash
 
 _MIN_PAGES = 2  # a shorter prefix is computed sooner than it is worth a longer queue
@@ -123,6 +127,7 @@ class Replicas:
         self.error: BaseException | None = None
         self.followers: Followers | None = None
         self.leader: Leader | None = None
+        self._compiling: BackgroundCompilation | None = None
         self.num_processes = places[0].num_processes
         if self.num_processes > 1:
             sizes = model.vocab_size, model.max_model_len, model.eos_token_ids, model.kv_cache_spec
@@ -263,6 +268,30 @@ class Replicas:
             replica.sleep()
         self._router.reset()
 
+    def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
+        """Compile the steps of all shapes in these modes."""
+        if self._compiling is not None:
+            self._compiling.join()
+        for replica in self._all:  # later ones find more in JAX's caches
+            replica.runner.warmup(modes, progress)
+
+    def start_warmup(self, modes: list[SamplingMode], progress: bool) -> Future[None]:
+        """Compile what can serve requests of these modes, and start to compile the rest.
+
+        Returns:
+            As of `Engine.start_warmup`.
+        """
+        rest: list[WarmupStep] = []
+        if self.num_processes > 1:  # all make their calls in the same order
+            self.warmup(modes, progress)
+        else:
+            if self._compiling is not None:
+                self._compiling.join()
+            for replica in self._all:
+                rest += replica.runner.start_warmup(modes, progress)
+        self._compiling = BackgroundCompilation(rest)
+        return self._compiling.done
+
     @contextmanager
     def fatal(self, *, only_if_multi_process: bool = False) -> Iterator[None]:
         """Hold back Ctrl-C in this block; end everything if it fails, with the state lost.
@@ -311,6 +340,8 @@ class Replicas:
         for one in (self.followers, self.leader):
             if one is not None:
                 one.close()
+        if self._compiling is not None:
+            self._compiling.stop()
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if the replicas are dead."""

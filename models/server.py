@@ -87,9 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "--warmup",
         choices=("none", "default", "all"),
         default="default",
-        help="compile before the start what requests need: those without options and greedy ones,"
-        " or all (default); the rest compiles when it first occurs",
+        help="compile what requests need: those without options and greedy ones, or all (default);"
+        " the rest compiles when it first occurs",
     )
+    text = "accept requests when all that is compiled, and not when what can serve them is"
+    add("--wait-for-warmup", action="store_true", help=text)
     add("--access-log", action="store_true", help="a line for each request")
     limits = parser.add_argument_group("limits")
     for name, kind, default, text in (

@@ -154,6 +154,10 @@ def start(store: Store) -> str:
     rows += [["ready after", *(f"**{one['ready_s']:.1f}**" for one in starts.values())]]
     for part in starts["cold"]["parts_s"]:
         rows.append([f"- {part}", *(f"{one['parts_s'][part]:.1f}" for one in starts.values())])
+    if all("all_compiled_s" in one for one in starts.values()):  # not before 2026-11-28
+        rows.append(
+            ["all compiled after", *(f"{one['all_compiled_s']:.1f}" for one in starts.values())]
+        )
     return table(rows)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -72,24 +74,39 @@ def serve(
         chat_defaults=chat_defaults(args.checkpoint, model, tokenizer, template),
     )
     if args.warmup != "none":
-        _warm_up(engine, service.sampling_defaults if args.warmup == "default" else None)
+        defaults = service.sampling_defaults if args.warmup == "default" else None
+        _warm_up(engine, defaults, waits=args.wait_for_warmup)
     run(service, bound, access_log=args.access_log, on_signal=on_signal)
 
 
-def _warm_up(engine: Engine, defaults: dict[str, Any] | None) -> None:
+def _warm_up(engine: Engine, defaults: dict[str, Any] | None, *, waits: bool) -> None:
     """Compile what requests with these parameters need, and greedy ones; None: any.
 
     With llguidance that includes requests with these parameters and a grammar, in steps that serve
-    greedy ones too.
+    greedy ones too. If it does not wait, threads go on with what is not needed to serve.
     """
     say("compiling ...")
     start = time.perf_counter()
-    has_grammars = importlib.util.find_spec("llguidance") is not None
-    if defaults is None:
-        engine.warmup(None, progress=True)
-        engine.warmup([PoolingParams(), *([_ANY] if has_grammars else [])], progress=True)
-    else:
-        params = [SamplingParams(**defaults), SamplingParams(temperature=0.0)]
-        params += [replace(params[0], structured_outputs=_GRAMMAR)] if has_grammars else []
+    params: list[SamplingParams | PoolingParams | None] = [None, PoolingParams(), _ANY]
+    if defaults is not None:
+        own = SamplingParams(**defaults)
+        params = [own, SamplingParams(temperature=0.0), replace(own, structured_outputs=_GRAMMAR)]
+    if importlib.util.find_spec("llguidance") is None:
+        params.pop()
+    done = None
+    if waits:
         engine.warmup(params, progress=True)
+    else:
+        done = engine.start_warmup(params, progress=True)
     say(f"compiled {engine.stats().compilations} programs in {time.perf_counter() - start:.0f} s")
+    if done is not None and not done.done():
+        say("compiling others beside the requests ...")
+        done.add_done_callback(lambda done: _end_of_warmup(done, start))
+
+
+def _end_of_warmup(done: Future[None], start: float) -> None:
+    """Report that all is compiled; the log has errors."""
+    if done.exception() is None:
+        say(f"compiled all programs in {time.perf_counter() - start:.0f} s")
+    gc.collect()
+    gc.freeze()  # as the server did before

@@ -33,7 +33,7 @@ from pallas_paged.engine.requests.request import (
     RequestStream,
     Waiter,
 )
-from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams, WarmupParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 
 
@@ -185,11 +185,11 @@ class AsyncEngine:
         """Allocate the pool again after `sleep`."""
         await self._call(self._engine.wake_up)
 
-    async def warmup(self, params: Sequence[SamplingParams | PoolingParams] | None = None) -> None:
+    async def warmup(self, params: WarmupParams = None) -> None:
         """Compile every shape that a step may have, as `Engine.warmup`."""
         await self._call(self._engine.warmup, params)
 
-    async def start_warmup(self, params: Sequence[SamplingParams] | None = None) -> Future[None]:
+    async def start_warmup(self, params: WarmupParams = None) -> Future[None]:
         """Compile what can serve such requests, and start the rest, as `Engine.start_warmup`."""
         return await self._call(self._engine.start_warmup, params)
 

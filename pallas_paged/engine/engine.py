@@ -27,7 +27,12 @@ from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests import input_processor as inputs
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
-from pallas_paged.engine.sampling_params import PoolingParams, SamplingMode, SamplingParams
+from pallas_paged.engine.sampling_params import (
+    PoolingParams,
+    SamplingMode,
+    SamplingParams,
+    WarmupParams,
+)
 from pallas_paged.engine.stats import EngineStats, PoolMap
 from pallas_paged.pages.table import PageTable
 
@@ -283,7 +288,7 @@ class Engine:
 
     def warmup(
         self,
-        params: Sequence[SamplingParams | PoolingParams] | None = None,
+        params: WarmupParams = None,
         *,
         progress: bool = False,
     ) -> None:
@@ -298,9 +303,7 @@ class Engine:
         """
         self.replicas.warmup(self._modes_to_compile(params), progress)
 
-    def start_warmup(
-        self, params: Sequence[SamplingParams] | None = None, *, progress: bool = False
-    ) -> Future[None]:
+    def start_warmup(self, params: WarmupParams = None, *, progress: bool = False) -> Future[None]:
         """Compile what can serve such requests, and the rest in threads while the engine serves.
 
         A batch whose own step is not compiled yet runs in a larger one: it takes longer, and its
@@ -393,7 +396,7 @@ class Engine:
                     self.replicas.abort(request)
             raise
 
-    def _modes_to_compile(self, params: Sequence[SamplingParams] | None) -> list[SamplingMode]:
+    def _modes_to_compile(self, params: WarmupParams) -> list[SamplingMode]:
         self.replicas.check_usable()
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")

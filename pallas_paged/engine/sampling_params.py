@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -258,6 +258,11 @@ class PoolingParams:
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling={self.pooling!r:.80} must be one of {', '.join(POOLINGS)}")
         check_flag("normalize", self.normalize)
+
+
+# Parameters like those of requests to come. None, alone or among others, is for any request without
+# structured outputs, routed experts and pooling.
+WarmupParams: TypeAlias = Sequence[SamplingParams | PoolingParams | None] | None
 
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:

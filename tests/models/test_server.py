@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,7 +154,13 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     bound = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
     monkeypatch.setattr(serve, "listen", lambda *address: addresses.append(address) or bound)
     monkeypatch.setattr(serve, "run", lambda *args, **options: served.append((args, options)))
-    monkeypatch.setattr(serve.Engine, "warmup", lambda _, params, progress: warmed.append(params))
+    done: Future[None] = Future()
+    for name in ("warmup", "start_warmup"):
+        monkeypatch.setattr(
+            serve.Engine,
+            name,
+            lambda _, params, progress, name=name: warmed.append((name, params)) or done,
+        )
     limits = dict(max_body_bytes=5, max_total_body_bytes=4, max_queue=6, max_connections=7)
     limits |= dict(request_timeout=8.5, drain_timeout=9.5)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
@@ -162,21 +169,26 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     options += ["--pooling", "mean", "--served-model-name", "m", "--chat-template", str(template)]
     options += ["--max-model-len", "32", "--warmup"]
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
-    for more in ([], [*options, "all"], [*options, "none"]):
+    for more in ([], [*options, "all", "--wait-for-warmup"], [*options, "none"]):
         assert command.main(["--checkpoint", str(folder), *SIZES, *more]) == 0
     assert addresses == [("127.0.0.1", 8000), ("::1", 5), ("::1", 5)]
-    plain, greedy, *_ = warmed[0]
-    assert (plain, greedy) == (SamplingParams(temperature=0.5), SamplingParams(temperature=0.0))
-    assert warmed[1] is None and warmed[2][0] == PoolingParams() and len(warmed) == 3
+    (first, default), (second, every) = warmed
+    assert (first, second) == ("start_warmup", "warmup")
+    plain, greedy = SamplingParams(temperature=0.5), SamplingParams(temperature=0.0)
+    assert default[:2] == [plain, greedy] and every[:2] == [None, PoolingParams()]
     has_grammars = importlib.util.find_spec("llguidance") is not None
     structure, any_other = {"structured_outputs": serve._GRAMMAR}, dict(logprobs=5, top_k=3)
     any_other |= dict(frequency_penalty=1.0, logit_bias={1: 2.0}, top_p=0.9, min_p=0.1)
-    for params, options in ((warmed[0], dict(temperature=0.5)), (warmed[2], any_other)):
+    for params, options in ((default, dict(temperature=0.5)), (every, any_other)):
         modes = modes_for(params)
         for one in {**options, **structure}, {"temperature": 0.0, **structure}:
             wanted = SamplingMode.of(SamplingParams(**one))
             assert any(mode.covers(wanted) for mode in modes) == has_grammars
-    assert capsys.readouterr().err.count("compiled 0 programs in 0 s") == 2
+    log = capsys.readouterr().err
+    assert log.count("compiled 0 programs in 0 s") == 2
+    assert log.count("compiling others beside the requests") == 1
+    done.set_result(None)
+    assert "compiled all programs in " in capsys.readouterr().err
     plain, own, _ = (args[0] for args, _ in served)
     assert plain.config == ServerConfig(served_model_name="copy", api_keys=("of the environment",))
     assert own.config == ServerConfig(

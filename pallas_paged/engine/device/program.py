@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import or_
@@ -35,6 +35,7 @@ from pallas_paged.engine.sampling_params import (
     PoolingParams,
     SamplingMode,
     SamplingParams,
+    WarmupParams,
 )
 from pallas_paged.kernels.mosaic import support as mosaic_support
 
@@ -102,7 +103,7 @@ def make_step(
     return jax.jit(step, donate_argnames="state", **options)
 
 
-def modes_for(params: Iterable[SamplingParams | PoolingParams] | None) -> list[SamplingMode]:
+def modes_for(params: WarmupParams) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
     Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
@@ -110,23 +111,28 @@ def modes_for(params: Iterable[SamplingParams | PoolingParams] | None) -> list[S
     structured outputs, routed experts and pooling.
     """
     if params is None:
-        full = SamplingMode(
-            draws=True, filters=2, processors=True, penalties=True, logprobs=MAX_LOGPROBS
-        )
-        return [
-            SamplingMode(),
-            SamplingMode(draws=True),
-            SamplingMode(draws=True, filters=2),
-            full,
-            replace(full, prompt_logprobs=MAX_LOGPROBS),
-        ]
+        return [*_WITHOUT_OTHERS]
     check_lists(params=params)
+    modes: set[SamplingMode] = set()
     for one in params:
-        if not isinstance(one, SamplingParams | PoolingParams):
+        if one is None:
+            modes.update(_WITHOUT_OTHERS)
+        elif isinstance(one, SamplingParams | PoolingParams):
+            modes.add(SamplingMode.of(one))
+        else:
             raise ValueError(f"params has {one!r}, which must be SamplingParams or PoolingParams")
-    modes = {SamplingMode.of(one) for one in params}
     modes.add(reduce(or_, modes, SamplingMode()))
     return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
+
+
+_FULL = SamplingMode(draws=True, filters=2, processors=True, penalties=True, logprobs=MAX_LOGPROBS)
+_WITHOUT_OTHERS = (
+    SamplingMode(),
+    SamplingMode(draws=True),
+    SamplingMode(draws=True, filters=2),
+    _FULL,
+    replace(_FULL, prompt_logprobs=MAX_LOGPROBS),
+)
 
 
 def fit_mode(mode: SamplingMode, shape: Shape) -> SamplingMode:

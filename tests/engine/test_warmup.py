@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,9 @@ from pallas_paged.engine.device.batch import BatchBuckets
 from pallas_paged.engine.device.compilation import BackgroundCompilation, Compilation
 from pallas_paged.engine.device.compiled_steps import CompiledSteps
 from pallas_paged.engine.sampling_params import SamplingMode
-from tests.support.engine_calls import PROMPTS, greedy, make_engine
+from tests.support.engine_calls import MODEL, PROMPTS, greedy, make_engine, weights
 from tests.support.event_loops import SECONDS
+from tests.support.oracle import Oracle
 
 SIZES = dict(max_num_seqs=9)  # decoding slots 8 and 9, and one shape with chunks
 GREEDY, DRAWS = SamplingMode(), SamplingMode(draws=True)
@@ -79,6 +81,33 @@ def test_a_step_that_fails_to_compile_is_reported_and_larger_ones_serve(
     assert engine.stats().compilations == 3
 
 
+def test_the_first_token_does_not_wait_for_the_steps_after_it(gate, exact_products):
+    engine = make_engine(replace(MODEL, vocab_size=42), modes=None)  # that no other test compiles
+    oracle = Oracle(engine.model, weights(engine.model))
+    request = engine.submit(PROMPTS[0], greedy())
+    outputs = [engine.step(), engine.step()]
+    assert [len(one) for one in outputs] == [0, 1] and not gate.is_set()
+    gate.set()
+    while not request.finished:
+        engine.step()
+    assert request.outputs[0].token_ids == oracle.continue_(PROMPTS[0], 14)
+    assert engine.stats().compilations == 2
+
+
+def test_a_following_step_that_fails_to_compile_is_compiled_again_by_its_call(monkeypatch, caplog):
+    engine = make_engine(replace(MODEL, vocab_size=42), modes=None)
+    finish = Compilation.finish
+
+    def fail(self, lowered):
+        if self.kind[1] is None:
+            raise RuntimeError("no registers are left")
+        finish(self, lowered)
+
+    monkeypatch.setattr(Compilation, "finish", fail)
+    engine.generate([PROMPTS[0]], greedy(), progress=False)  # the call compiles it again
+    assert "a step can't be compiled: (4," in caplog.text
+
+
 def test_close_ends_the_compilation(gate):
     engine = make_engine(modes=None, **SIZES)
     done = engine.start_warmup([greedy()])
@@ -134,7 +163,8 @@ def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
 
 def steps(**sizes) -> CompiledSteps:
     return CompiledSteps(
-        BatchBuckets(EngineConfig(max_num_seqs=32, max_num_batched_tokens=512, **sizes))
+        BatchBuckets(EngineConfig(max_num_seqs=32, max_num_batched_tokens=512, **sizes)),
+        lambda step: pytest.fail(f"{step} is compiled"),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from pallas_paged.engine.device.batch import BatchBuckets, Shape, kind_of
+from pallas_paged.engine.device.compilation import BackgroundCompilation, Compilation
 from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.sampling_params import SamplingMode
 
@@ -23,11 +24,13 @@ class CompiledSteps:
             experts.
     """
 
-    def __init__(self, buckets: BatchBuckets):
-        self.buckets = buckets
+    def __init__(self, buckets: BatchBuckets, compilation: Callable[[Step], Compilation]):
+        """Begin without any, given their shapes and what compiles one."""
+        self.buckets, self._compilation = buckets, compilation
         self.compiled: dict[Shape | tuple[Shape, bool], set[SamplingMode]] = {}
         self._pending: dict[Shape, set[SamplingMode]] = {}  # other threads compile them
         self._arrived: SimpleQueue[Step] = SimpleQueue()  # those have compiled them
+        self._next: tuple[Step, BackgroundCompilation] | None = None
 
     def __len__(self) -> int:
         """Number of steps compiled: shapes times sampling modes."""
@@ -75,8 +78,36 @@ class CompiledSteps:
             compiled = self.compiled.get((larger, True) if has_experts else larger, set())
             if covering := [one for one in compiled if one.covers(mode)]:
                 return larger, mode if mode in compiled else min(covering)
+        if self._next is not None and self._next[0] == (shape, mode):
+            self._next[1].join()  # if it has failed, the call raises the error
+            self._next = None
         self.compiled.setdefault((shape, True) if has_experts else shape, set()).add(mode)
         return shape, mode
+
+    def compile(self, step: Step, following: Step | None) -> None:
+        """Compile a step whose batch comes now, and at the same time the one that follows.
+
+        The first token need not wait for both. Nothing happens if the first one is compiled.
+        """
+        if not self._lacks(step):
+            return
+        one = self._compilation(step)
+        lowered = None if one.load() else one.lower()
+        if following is not None and self._lacks(following):
+            work = [(self._compilation(following), lambda: None)]
+            self._next = following, BackgroundCompilation(work)
+        if lowered is not None:
+            one.finish(lowered)
+
+    @property
+    def awaits_next(self) -> bool:
+        """Whether the step that follows is being compiled."""
+        return self._next is not None and not self._next[1].done.done()
+
+    def _lacks(self, step: Step) -> bool:
+        shape, mode = step
+        known = self.compiled.get(shape, set()) | self._pending.get(shape, set())
+        return not any(one.covers(mode) for one in known)
 
     def add(self, step: Step) -> None:
         """Note that a step is compiled."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -142,12 +142,14 @@ class Executor:
         self.num_pages, self.windows = num_pages, windows
 
         def create_table(num_pages: int) -> PageTable:
-            return create_page_table(
+            create = partial(
+                create_page_table,
                 num_pages=num_pages,
                 page_size=config.page_size,
                 max_seqs=config.max_num_seqs,
                 pages_per_seq=-(-max_len // config.page_size),
             )
+            return jax.jit(create)()  # one program; apart, each of its arrays has one or two
 
         state = EngineState(
             table=create_table(num_pages),

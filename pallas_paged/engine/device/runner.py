@@ -17,6 +17,7 @@ from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, BatchBuckets, S
 from pallas_paged.engine.device.compilation import Compilation
 from pallas_paged.engine.device.compiled_steps import CompiledSteps, Step
 from pallas_paged.engine.device.executor import Executor
+from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.sequence import Sequence
@@ -55,7 +56,7 @@ class ModelRunner:
         config = executor.config
         self.executor = executor
         self.buckets = BatchBuckets(config)
-        self.steps = CompiledSteps(self.buckets)
+        self.steps = CompiledSteps(self.buckets, self._compilation)
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
@@ -104,10 +105,7 @@ class ModelRunner:
         """
         first, rest = self.steps.first(modes)
         self._compile(first, progress)
-        return [
-            (self.executor.compilation(self.empty_batch(*step)), self.steps.expect(step))
-            for step in rest
-        ]
+        return [(self._compilation(step), self.steps.expect(step)) for step in rest]
 
     def _compile(self, steps: list[Step], progress: bool) -> None:
         """Compile steps and the changes of the state, and run them on nothing."""
@@ -124,6 +122,9 @@ class ModelRunner:
             no_slot = self.executor.config.max_num_seqs
             self._count_tokens(no_slot, [0], [])
         self.executor.wait()
+
+    def _compilation(self, step: Step) -> Compilation:
+        return self.executor.compilation(self.empty_batch(*step))
 
     def _change_nothing(self) -> None:
         """Make each change of the state, to no effect."""
@@ -160,6 +161,10 @@ class ModelRunner:
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         shape = self.buckets.fit(len(decodes), num_tokens, scheduled.num_drafts)
+        has_experts = any(chunk.routed_experts is not None for chunk in chunks)
+        is_last = scheduled.nothing_waits and all(one.is_last for one in chunks)
+        if chunks and is_last and not has_experts:
+            self.steps.compile((shape, mode), self._step_after(scheduled))
         return self._run(decodes, chunks, shape, mode, scheduled.num_verifications)
 
     def read(self, scheduled: SchedulerOutput, output: StepOutput) -> RunnerOutput:
@@ -187,6 +192,15 @@ class ModelRunner:
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         return output
+
+    def _step_after(self, scheduled: SchedulerOutput) -> Step | None:
+        """Return the step of the decode steps that follow the last chunks, or None."""
+        sequences = [x.sequence for x in scheduled.decodes] + [x.sequence for x in scheduled.chunks]
+        params = [one.request.params for one in sequences]
+        if not all(x.num_seqs == 1 and x.max_tokens not in (0, 1) for x in params):
+            return None
+        shape = self.buckets.fit(len(sequences), 0)
+        return shape, fit_mode(reduce(or_, (one.mode for one in sequences)), shape)
 
     def _with_masks(self, batch: Batch, decodes: list[Decode], chunks: list[Chunk]) -> Batch:
         """Return a batch with the masks that its mode has; rows without a grammar allow all."""

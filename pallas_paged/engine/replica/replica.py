@@ -121,6 +121,8 @@ class Replica:
 
     def dispatch(self) -> int:
         """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
+        if self._calls and self.runner.steps.awaits_next:
+            return 0  # read that call first: its tokens need not wait for a program
         scheduled = self._schedule()
         pages, running = self.scheduler.pages, self.scheduler.running
         if pages.must_update or scheduled.attachments:

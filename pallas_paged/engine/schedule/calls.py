@@ -73,6 +73,7 @@ class SchedulerOutput:
             1 if there are chunks.
         num_drafts: that the call verifies for each sequence in a step, at most; 0: none.
         num_verifications: most steps of a call with drafts.
+        nothing_waits: whether the next call is of these sequences, unless a request comes.
     """
 
     attachments: list[Attachment]
@@ -84,6 +85,7 @@ class SchedulerOutput:
     window_attachments: list[Attachment] = field(default_factory=list)
     num_drafts: int = 0
     num_verifications: int = 0
+    nothing_waits: bool = field(default=False, compare=False)
 
 
 class DraftOutput(NamedTuple):

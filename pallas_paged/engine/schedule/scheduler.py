@@ -119,6 +119,7 @@ class Scheduler:
             num_steps=num_tokens,
             num_drafts=num_drafts,
             num_verifications=num_steps if num_drafts else 0,
+            nothing_waits=not self.waiting,
         )
 
     def resync(self, num_free: int) -> None:

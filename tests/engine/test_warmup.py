@@ -128,17 +128,19 @@ def test_the_thread_of_an_async_engine_starts_the_compilation(gate, greedy_token
     assert asyncio.run(run()) == greedy_tokens
 
 
-@pytest.mark.cpu_budget(6)  # a process of its own
+@pytest.mark.cpu_budget(5)  # a process of its own
 def test_a_program_that_ends_before_all_is_compiled_ends():
     program = """
-from tests.support.engine_calls import greedy, make_engine
-done = make_engine(modes=None, max_num_seqs=9).start_warmup([greedy()])
-done.add_done_callback(lambda done: print(done.exception()))
+import time
+from types import SimpleNamespace
+from pallas_paged.engine.device.compilation import BackgroundCompilation
+one = SimpleNamespace(load=lambda: False, lower=lambda: 1, finish=lambda _: time.sleep(0.5))
+done = BackgroundCompilation([(one, lambda: None)] * 10_000).done
+done.add_done_callback(lambda done: print(type(done.exception()).__name__))
 """
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout in ("None\n", "\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "CancelledError\n", "")
 
 
 def test_steps_are_lowered_in_order_one_after_another(monkeypatch):

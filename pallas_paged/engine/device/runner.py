@@ -163,7 +163,8 @@ class ModelRunner:
         shape = self.buckets.fit(len(decodes), num_tokens, scheduled.num_drafts)
         has_experts = any(chunk.routed_experts is not None for chunk in chunks)
         is_last = scheduled.nothing_waits and all(one.is_last for one in chunks)
-        if chunks and is_last and not has_experts:
+        is_alone = self.executor.placement.num_processes == 1  # others compile what they are sent
+        if chunks and is_last and is_alone and not has_experts:
             self.steps.compile((shape, mode), self._step_after(scheduled))
         return self._run(decodes, chunks, shape, mode, scheduled.num_verifications)
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pallas_paged.checks import check_flag, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, page_bytes, pages_that_fit, pool_dtype
-from pallas_paged.engine.model import Model
+from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.schedule.windows import WindowPool
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
 _MAX_NGRAM = 64  # of a lookup, which compares all known tokens once for each of its own
 _DEFAULT_NGRAM = 5  # as in vLLM
 _OF_METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"),
+    "draft_model": ("model",),
 }
 
 
@@ -29,7 +30,10 @@ class SpeculativeConfig:
     Attributes:
         num_speculative_tokens: drafts of a row in each step, at most.
         method: "ngram": the tokens that followed the newest ones where these stood before.
-            "suffix": likewise, in the other completions of the request too.
+            "suffix": likewise, in the other completions of the request too. "draft_model": tokens
+            that a smaller model draws.
+        model: of "draft_model", that model, with the vocabulary of the engine's. Its weights are
+            the `draft_params` of the engine.
         prompt_lookup_max, prompt_lookup_min: of "ngram", most and fewest of the newest tokens that
             must have stood there, at most 64. One that is None is as the other; both None: 5.
         suffix_decoding_max_tree_depth: of "suffix", most of the newest tokens that are compared, at
@@ -43,6 +47,7 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int
     method: str = "ngram"
+    model: Model | None = field(default=None, repr=False)  # its repr may differ between processes
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int | None = None
@@ -57,7 +62,13 @@ class SpeculativeConfig:
         for method, fields_of in _OF_METHODS.items():
             for name in fields_of:
                 if method != self.method and getattr(self, name) is not None:
-                    raise ValueError(f"{name}={getattr(self, name)!r} is of method={method!r}")
+                    value = f"{getattr(self, name)!r:.80}"
+                    raise ValueError(f"{name}={value} is of method={method!r}")
+        if self.method == "draft_model":
+            if self.model is None:
+                raise ValueError("method='draft_model' must have a 'model'")
+            check_model(self.model)
+            return
         if self.method == "suffix":
             self._default("suffix_decoding_max_tree_depth", 24)
             self._default("suffix_decoding_max_spec_factor", 1.0)
@@ -97,6 +108,22 @@ class SpeculativeConfig:
             if name not in given:
                 raise ValueError(f"speculative_config={dict(given)!r:.80} must have {name!r}")
         return cls(**given)
+
+    def check_target(self, model: Model) -> None:
+        """Raise ValueError if the draft model can't draft for a model."""
+        if (draft := self.model) is None:
+            return
+        if draft.vocab_size != model.vocab_size:
+            raise ValueError(
+                f"the draft model's vocab_size={draft.vocab_size} must be the model's, "
+                f"{model.vocab_size}"
+            )
+        own, most = draft.kv_cache_spec.sliding_window, model.kv_cache_spec.sliding_window
+        if most is not None and (own is None or own > most):
+            raise ValueError(
+                f"the draft model's sliding_window={own} must be at most the model's, {most}: "
+                "pages left of that are freed"
+            )
 
     @property
     def longest_match(self) -> int:
@@ -212,6 +239,16 @@ class EngineConfig:
         return None if given is None else SpeculativeConfig.of(given)
 
     @property
+    def draft_model(self) -> Model | None:
+        """The model of `speculative_config`."""
+        return None if self.speculation is None else self.speculation.model
+
+    @property
+    def draft_cache_dtype(self) -> str | None:
+        """The `kv_cache_dtype` of the draft model: int8 and fp8 are for both models."""
+        return self.kv_cache_dtype if self.kv_cache_dtype in ("int8", "fp8") else None
+
+    @property
     def max_tokens_of_call(self) -> int:
         """Most tokens that a call gives a sequence, where a batch only decodes.
 
@@ -228,7 +265,8 @@ class EngineConfig:
         Layers with a window have a pool of their own where others see all tokens, and where that
         saves memory. A given `num_pages` is that of the others then. Of the free memory the pool of
         windows takes what `max_num_seqs` sequences need in it, but no more than half. There is one
-        pool for all layers if it holds `max_num_seqs` sequences of full length.
+        pool for all layers if it holds `max_num_seqs` sequences of full length. A draft model has
+        as many pages as the layers that see all tokens, and its bytes count.
 
         Args:
             model: the model.
@@ -258,6 +296,7 @@ class EngineConfig:
                 dtype=pool_dtype(spec, self.kv_cache_dtype),
                 memory_fraction=self.memory_fraction,
                 placements=placements or [Placement.default()],
+                draft_bytes=self._draft_page_bytes,
             )
             most = self.max_num_seqs * -(-max_len // self.page_size)
             if num_pages >= most:
@@ -267,6 +306,15 @@ class EngineConfig:
         if self.max_model_len is None and spec.sliding_window is None:
             max_len = min(max_len, num_pages * self.page_size)
         return num_pages, max_len, windows
+
+    @property
+    def _draft_page_bytes(self) -> int:
+        """Bytes of a page of the draft model on each device, or 0."""
+        if self.draft_model is None:
+            return 0
+        spec = self.draft_model.kv_cache_spec.on_each(self.tensor_parallel_size)
+        dtype = pool_dtype(spec, self.draft_cache_dtype)
+        return page_bytes(spec, page_size=self.page_size, dtype=dtype)
 
     def _divided(
         self, model: Model, num_pages: int, most_pages: int
@@ -284,6 +332,7 @@ class EngineConfig:
             page_bytes(spec.of(group), page_size=self.page_size, dtype=dtype)
             for group in spec.groups
         )
+        full += self._draft_page_bytes
         total = num_pages * (full + limited)
         windows = self._window_pool(model, total // 2 // limited)
         if windows is None:

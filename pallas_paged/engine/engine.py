@@ -54,6 +54,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
+        draft_params: Any = None,
     ):
         """Put the weights on the devices and allocate the pools.
 
@@ -64,6 +65,7 @@ class Engine:
             devices: those to use. Replica r takes `tensor_parallel_size` devices from index
                 `r * tensor_parallel_size` on. None takes JAX's default device if one is enough,
                 else the first of this process or, if these are too few, of all processes.
+            draft_params: weights of the "model" of `config.speculative_config`; else None.
 
         Raises:
             ValueError: an argument has a wrong type, or does not fit the model or the devices.
@@ -74,7 +76,7 @@ class Engine:
         if tokenizer is not None:
             check_has("tokenizer", tokenizer, "encode", "decode")
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
-        self.replicas = Replicas(model, params, self.config, devices, tokenizer)
+        self.replicas = Replicas(model, params, self.config, devices, tokenizer, draft_params)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
         self._inputs = inputs.InputProcessor(tokenizer, pages, model, self.max_model_len)
@@ -244,7 +246,12 @@ class Engine:
         return inputs.embeddings_of(requests)
 
     def update_params(
-        self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False
+        self,
+        params: Any,
+        *,
+        reset_prefix_cache: bool = True,
+        restart_running: bool = False,
+        draft_params: Any = None,
     ) -> None:
         """Use new weights from the next step on. Nothing compiles; device arrays are not copied.
 
@@ -255,12 +262,16 @@ class Engine:
                 theirs, but others will not find them.
             restart_running: whether unfinished requests begin again from their prompts; otherwise
                 they go on, with the K/V of the old weights for the tokens that they have.
+            draft_params: likewise, of the draft model; None: those that it has.
 
         Raises:
             ValueError: the parameters do not fit; nothing has changed.
         """
         self.replicas.update_params(
-            params, reset_prefix_cache=reset_prefix_cache, restart_running=restart_running
+            params,
+            reset_prefix_cache=reset_prefix_cache,
+            restart_running=restart_running,
+            draft_params=draft_params,
         )
 
     def reset_prefix_cache(self) -> None:

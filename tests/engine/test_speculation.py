@@ -11,7 +11,7 @@ import pytest
 
 from pallas_paged.engine import EngineConfig
 from pallas_paged.engine.config import SpeculativeConfig
-from pallas_paged.engine.device.speculation import find_drafts
+from pallas_paged.engine.device.lookup import find_drafts
 from pallas_paged.engine.device.state import History
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.engine_calls import (

@@ -116,7 +116,7 @@ class Executor:
     of process 0 sends each call to the others, so that all make the same calls in the same order.
 
     Attributes:
-        model, config, placement, weights: of the replica.
+        model, config, placement, weights, draft_weights: of the replica.
         num_pages: of the pool.
         windows: sizes of the pool of layers with a window, if they have one of their own.
         state: after all dispatched calls; the next one takes its buffers.
@@ -135,9 +135,10 @@ class Executor:
         max_len: int,
         windows: WindowPool | None = None,
         followers: Followers | None = None,
+        draft_weights: Weights | None = None,
     ):
         """Create the state on the devices; the config may leave `num_pages` and `max_len` open."""
-        self.weights, self.followers = weights, followers
+        self.weights, self.draft_weights, self.followers = weights, draft_weights, followers
         self.model, self.config, self.placement = model, config, placement
         self.num_pages, self.windows = num_pages, windows
 
@@ -159,19 +160,24 @@ class Executor:
             slots=slot_states(config.max_num_seqs, len(model.eos_token_ids)),
             valid=np.bool_(True),
             history=None
-            if config.speculation is None
+            if config.speculation is None or config.draft_model is not None
             else create_history(config.max_num_seqs, max_len),
         )
         self.state = replace(placement.put(state), pool=self._create_pool())
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
         shardings = None if placement.mesh is None else Shardings.of(self.state)
         kernels = AttentionKernels(config.implementation, config.interpret)
-        self._step = make_step(model, weights.structure, kernels, shardings)
+        draft = config.draft_model
+        of_draft = None
+        if draft is not None and draft_weights is not None:
+            of_draft = draft, draft_weights.structure
+        self._step = make_step(model, weights.structure, kernels, shardings, of_draft)
         mesh = placement.mesh
         self._programs: dict[Any, jax.stages.Compiled] = {}  # of the batches of a kind
         self._program_cache = None
         if mesh is None and followers is None:
-            self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0])
+            models = [model] if draft is None else [model, draft]
+            self._program_cache = ProgramCache.of(models, [*kernels], placement.devices[0])
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._changes: dict[Any, Callable[..., EngineState]] = {}  # jitted, from their first use on
         self._change_compilations: list[Compilation] = []
@@ -184,6 +190,16 @@ class Executor:
         num_bytes = sum(leaf.nbytes for leaf in leaves) / max(1, sum(leaf.size for leaf in leaves))
         with jax.default_device(self.placement.local_devices[0]):
             return Device.here().free_tokens(num_bytes)
+
+    @property
+    def draft_share(self) -> float:
+        """Bytes of the draft model's weights, in those of the model; 0 without one."""
+        if self.draft_weights is None:
+            return 0.0
+        own, other = (
+            sum(leaf.nbytes for leaf in one.leaves) for one in (self.weights, self.draft_weights)
+        )
+        return other / max(1, own)
 
     @property
     def num_free(self) -> int:
@@ -291,7 +307,9 @@ class Executor:
 
     def _arguments(self, batch: Batch) -> tuple[Any, ...]:
         counts = self._make_counts() if batch.mode.penalties else None
-        return self.weights.leaves, replace(self.state, counts=counts), batch, self._peers
+        arguments = self.weights.leaves, replace(self.state, counts=counts), batch, self._peers
+        drafting = () if self.draft_weights is None else (self.draft_weights.leaves,)
+        return *arguments, *drafting
 
     def _change(self, change: Callable[..., EngineState], *args: Any) -> None:
         """Change the state by a function of `CHANGES`."""
@@ -329,14 +347,22 @@ class Executor:
 
     def _create_pool(self) -> KVPool:
         config, placement = self.config, self.placement
-        pool = create_pool(
-            self.model.kv_cache_spec.on_devices(placement.num_devices),
-            num_pages=self.num_pages,
-            num_window_pages=None if self.windows is None else self.windows.num_pages,
-            page_size=config.page_size,
-            dtype=pool_dtype(self.model.kv_cache_spec, config.kv_cache_dtype),
-            sharding=placement.pool,
-        )
+
+        def create(model: Model, dtype: str | None, window_pages: int | None) -> KVPool:
+            return create_pool(
+                model.kv_cache_spec.on_devices(placement.num_devices),
+                num_pages=self.num_pages,
+                num_window_pages=window_pages,
+                page_size=config.page_size,
+                dtype=pool_dtype(model.kv_cache_spec, dtype),
+                sharding=placement.pool,
+            )
+
+        windows = None if self.windows is None else self.windows.num_pages
+        pool = create(self.model, config.kv_cache_dtype, windows)
+        if (draft := config.draft_model) is not None:  # in the same pages
+            of_draft = create(draft, config.draft_cache_dtype, None)
+            pool = KVPool(layers=(*pool.layers, *of_draft.layers))
         return placement.put(pool) if placement.mesh is None else pool
 
     def _make_counts(self) -> TokenCounts:

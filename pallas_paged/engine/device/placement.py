@@ -167,15 +167,17 @@ class Weights:
     Attributes:
         structure: of the pytree.
         leaves: its arrays, which the step takes.
+        name: of the parameters in errors.
     """
 
-    def __init__(self, model: Model, params: Any, placement: Placement):
+    def __init__(self, model: Model, params: Any, placement: Placement, name: str = "params"):
         """Put the first parameters.
 
         Raises:
             ValueError: one is not an array of numbers, or `model.param_specs` does not fit them.
         """
-        _check_leaves(params)
+        self.name = name
+        _check_leaves(params, name)
         leaves, self.structure = jax.tree.flatten(params)
         self._shardings = _shardings(model, params, placement)
         self.leaves = tuple(map(put, leaves, self._shardings))
@@ -184,14 +186,14 @@ class Weights:
         """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
         structure = jax.tree.structure(params)
         if structure != self.structure:  # type: ignore[operator]
-            raise ValueError(f"params have the structure {structure}, not {self.structure}")
-        _check_leaves(params)
+            raise ValueError(f"{self.name} have the structure {structure}, not {self.structure}")
+        _check_leaves(params, self.name)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         for (path, new), old in zip(paths, self.leaves, strict=True):
             if (np.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
+                name, new_type = f"{self.name}{jax.tree_util.keystr(path)}", jnp.result_type(new)
                 raise ValueError(
-                    f"params{jax.tree_util.keystr(path)} is {jnp.result_type(new)}{np.shape(new)}, "
-                    f"but {old.dtype}{old.shape} was compiled"
+                    f"{name} is {new_type}{np.shape(new)}, but {old.dtype}{old.shape} was compiled"
                 )
 
     def put(self, params: Any) -> tuple[jax.Array, ...]:
@@ -215,17 +217,17 @@ def shapes_of(params: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     }
 
 
-def _check_leaves(params: Any) -> None:
+def _check_leaves(params: Any, name: str = "params") -> None:
     """Raise ValueError if a leaf is not an array of numbers."""
     if params is None:
-        raise ValueError(f"{params=} must be a pytree of arrays")
+        raise ValueError(f"{name}=None must be a pytree of arrays")
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if isinstance(leaf, jax.Array):  # also keys of random numbers
             continue
         is_array = isinstance(leaf, np.ndarray | np.generic | int | float)
         dtype = np.asarray(leaf).dtype if is_array else np.dtype(object)
         if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)):
-            name = f"params{jax.tree_util.keystr(path)}"
+            name = f"{name}{jax.tree_util.keystr(path)}"
             raise ValueError(f"{name}={reprlib.repr(leaf)} must be an array of numbers")
 
 

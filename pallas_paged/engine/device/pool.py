@@ -113,9 +113,11 @@ def pages_that_fit(
     dtype: DTypeLike,
     memory_fraction: float,
     placements: Sequence[Placement],
+    draft_bytes: int = 0,
 ) -> int:
     """Return how many pages fit `memory_fraction` of the free memory of every device, at least 1.
 
+    `draft_bytes` are those of a draft model for each page, on each device.
     Where a device does not report its memory, as CPUs do not, its part of the pool may take 1 GiB.
     """
     on_each = spec.on_each(placements[0].num_devices)
@@ -126,7 +128,8 @@ def pages_that_fit(
             int(memory_fraction * (memory["bytes_limit"] - memory["bytes_in_use"]))
             for memory in reported
         ]
-    num_pages = max(1, min(rooms) // page_bytes(on_each, page_size=page_size, dtype=dtype))
+    of_page = page_bytes(on_each, page_size=page_size, dtype=dtype) + draft_bytes
+    num_pages = max(1, min(rooms) // of_page)
     if placements[0].num_processes > 1:  # all create the same pool
         num_pages = int(multihost_utils.process_allgather(np.int32(num_pages)).min())
     return num_pages

@@ -24,8 +24,9 @@ from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.batch import Batch, Shape
+from pallas_paged.engine.device.lookup import add_sampled
 from pallas_paged.engine.device.placement import Shardings
-from pallas_paged.engine.device.speculation import add_sampled, speculate
+from pallas_paged.engine.device.speculation import speculate
 from pallas_paged.engine.device.state import EngineState
 from pallas_paged.engine.device.step import Call, Result, decode, prefill_and_decode
 from pallas_paged.engine.model import Model
@@ -56,7 +57,7 @@ GPU_OPTIONS = {
 _MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
 if jax.__version_info__ >= (0, 11):
     _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
-Step = Callable[..., Result]  # of the leaves of the parameters, state, batch and peers
+Step = Callable[..., Result]  # of the leaves of the parameters, state, batch, peers, and a draft's
 
 
 @lru_cache(maxsize=16)
@@ -65,6 +66,7 @@ def make_step(
     structure: jax.tree_util.PyTreeDef,
     kernels: AttentionKernels,
     shardings: Shardings | None = None,
+    draft: tuple[Model, jax.tree_util.PyTreeDef] | None = None,
 ) -> Step:
     """Return the jitted step of a model; engines of equal models share it, and what it compiled.
 
@@ -75,16 +77,32 @@ def make_step(
         kernels: of the attention.
         shardings: of the state, on a mesh. What is not of the state, nor a parameter, is
             replicated.
+        draft: the draft model, and the structure of its parameters; None without one.
 
     Returns:
         The step. The state is donated. It has counts if the batch's mode has penalties.
     """
 
     def step(
-        leaves: tuple[jax.Array, ...], state: EngineState, batch: Batch, peers: Peers | None = None
+        leaves: tuple[jax.Array, ...],
+        state: EngineState,
+        batch: Batch,
+        peers: Peers | None = None,
+        draft_leaves: tuple[jax.Array, ...] = (),
     ) -> Result:
         params = jax.tree.unflatten(structure, leaves)
         call = Call(model=model, params=params, batch=batch, kernels=kernels, peers=peers)
+        if draft is not None:
+            only_draws = replace(batch.mode, logprobs=-1, prompt_logprobs=-1, routed_experts=False)
+            of_draft = Call(
+                model=draft[0],
+                params=jax.tree.unflatten(draft[1], draft_leaves),
+                batch=replace(batch, mode=only_draws),
+                kernels=kernels,
+                peers=peers,
+                first_layer=model.kv_cache_spec.num_layers,
+            )
+            call = replace(call, draft=of_draft)
         if batch.speculation is not None:
             return speculate(call, state)
         run = decode if batch.chunks is None else prefill_and_decode
@@ -95,7 +113,7 @@ def make_step(
     if shardings is not None:
         replicated = shardings.replicated
         of_state = replace(shardings.tree, counts=replicated)  # if the state has counts
-        options["in_shardings"] = (None, of_state, replicated, None)
+        options["in_shardings"] = (None, of_state, replicated, None, None)
         options["out_shardings"] = (of_state, replicated)
     if jax.default_backend() == "gpu":
         is_alone = shardings is None or shardings.replicated.mesh.size == 1
@@ -176,20 +194,22 @@ class ProgramCache:
         self._parts = repr((*parts, sources_key("pallas_paged"), *_platform(device)))
 
     @classmethod
-    def of(cls, model: Any, parts: Sequence[Any], device: jax.Device) -> ProgramCache | None:
-        """Return the cache of a model's steps.
+    def of(
+        cls, models: Sequence[Any], parts: Sequence[Any], device: jax.Device
+    ) -> ProgramCache | None:
+        """Return the cache of the steps of a model, and of its draft model if it has one.
 
-        None without a folder for JAX's compilation cache, without the model's `cache_key`, or on
+        None without a folder for JAX's compilation cache, without the `cache_key` of each, or on
         another device than a GPU.
         """
         folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
         enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-        key = getattr(model, "cache_key", None)
-        if key is None or not enabled or not folder or "://" in folder:
+        keys = [getattr(model, "cache_key", None) for model in models]
+        if None in keys or not enabled or not folder or "://" in folder:
             return None
         if device.platform not in _PLATFORMS:
             return None
-        return cls(Path(folder, _FOLDER), (key, *parts), device)
+        return cls(Path(folder, _FOLDER), (*keys, *parts), device)
 
     def load(self, arguments: tuple[Any, ...]) -> jax.stages.Compiled | None:
         """Return the program for such arguments, or None."""

@@ -1,12 +1,13 @@
-"""Drafts of the next tokens of rows, and a call that verifies them.
+"""A call that drafts the next tokens of rows, and verifies the drafts.
 
-Drafts are what followed the newest tokens of a row where these stood before: Saxena, "Prompt Lookup
-Decoding", 2023. A call is a loop of steps, each of several tokens of every row. A draw is a
-function of the seeds, the position and the logits. So a step computes the newest token of a row and
-its drafts, draws after each of them, and keeps what it drew as long as the drafts are that: these
-are the tokens that come without drafts, sampled ones too. Leviathan et al., "Fast Inference from
-Transformers via Speculative Decoding", ICML 2023, whose sampler is for draws that nothing ties
-together.
+A call is a loop of steps, each of several tokens of every row. A draw is a function of the seeds,
+the position and the logits. So a step computes the newest token of a row and its drafts, draws
+after each of them, and keeps what it drew as long as the drafts are that: these are the tokens that
+come without drafts, sampled ones too. Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding", ICML 2023, whose sampler is for draws that nothing ties together.
+
+A draft model draws with the same keys and filters, so that its tokens are those of the model as
+often as the two think alike. It stores K and V of its own in the same pages: `step.follow`.
 
 Pages are taken once, for the most tokens that the host has asked for. How many there are is a part
 of the loop's state, and in the end the pages of the others are free again: nothing is copied.
@@ -15,112 +16,21 @@ of the loop's state, and in the end the pages of the others are free again: noth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_paged.checks import INT32_MAX, pytree
 from pallas_paged.engine.config import SpeculativeConfig
-from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, ChunkBatch, output_of
+from pallas_paged.engine.device.batch import NOT_SAMPLED, ChunkBatch, output_of
+from pallas_paged.engine.device.lookup import add_tokens, find_drafts
 from pallas_paged.engine.device.state import EngineState, History
 from pallas_paged.engine.device.step import Call, Result, draw, reserve
 from pallas_paged.engine.schedule.calls import DraftOutput
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, slot_mapping, truncate
-
-
-def add_tokens(
-    history: History, slots: jax.Array, places: jax.Array, token_ids: jax.Array
-) -> History:
-    """Add new tokens of R rows.
-
-    Args:
-        history: of all slots.
-        slots: `i32[R]` or `i32[R, 1]`, out of range for padding.
-        places: `i32[..., R]` or `i32[R, W]`, of the tokens; out of range for those that are none.
-        token_ids: likewise.
-    """
-    tokens = jnp.maximum(token_ids, 0)  # -1 is of bad logits, which end a row
-    return replace(history, token_ids=history.token_ids.at[slots, places].set(tokens, mode="drop"))
-
-
-def add_sampled(state: EngineState, batch: Batch, token_ids: jax.Array) -> EngineState:
-    """Add the tokens `i32[K, R]` that a call without drafts has sampled, if there is a history."""
-    if state.history is None:
-        return state
-    rows = batch.decode_slots
-    if batch.chunks is not None:
-        rows = jnp.arange(state.table.max_seqs, dtype=jnp.int32)
-    # The K/V of all but the last one sampled are in the pages after the call.
-    lens = state.table.seq_lens.at[rows].get(mode="fill", fill_value=0)
-    is_sampled = token_ids != NOT_SAMPLED  # of each row the first ones
-    steps = jnp.arange(len(token_ids), dtype=jnp.int32)[:, None]
-    places = lens + 1 - jnp.sum(is_sampled, axis=0) + steps
-    places = jnp.where(is_sampled, places, INT32_MAX)
-    return replace(state, history=add_tokens(state.history, rows, places, token_ids))
-
-
-def find_drafts(
-    history: History, slots: jax.Array, num_tokens: jax.Array, config: SpeculativeConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Draft what followed the newest tokens of each row where these stood before.
-
-    The longest of them that stood before count; of several such places one in the row itself, and
-    then the latest. Drafts from the row that would come from beyond its newest token go on with
-    what was drafted first, so that a text with a short period is drafted to its end.
-
-    Args:
-        history: of S slots.
-        slots: `i32[R]`, of the rows; what is returned for one out of range means nothing.
-        num_tokens: `i32[R]`, how many tokens rows have.
-        config: static. "suffix" looks in all slots of a row's group, and drafts no more tokens
-            than have matched times its factor.
-
-    Returns:
-        Drafts `i32[R, num_speculative_tokens]`, and how many of them there are, `i32[R]`.
-    """
-    own = history.token_ids.at[slots].get(mode="clip")  # [R, L]
-    newest = num_tokens[:, None] - 1
-    if config.method == "suffix":
-        # [R, S, L]: XLA does not store it, but computes it within the two maxima.
-        texts = history.token_ids[None]
-        groups = history.groups.at[slots].get(mode="clip")
-        searched = (groups[:, None] == history.groups)[:, :, None]
-        is_own = slots[:, None] == jnp.arange(history.groups.size)
-    else:
-        texts = own[:, None]
-        searched, is_own = jnp.bool_(True), jnp.ones((slots.size, 1), bool)
-    _, num_texts, length = texts.shape
-    # Where earlier tokens end, which another follows.
-    following = jnp.pad(texts[:, :, 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
-    goes_on = searched & (following >= 0)
-    matched = jnp.zeros(1, jnp.int32)
-    for age in range(config.longest_match):
-        wanted = jnp.take_along_axis(own, jnp.maximum(newest - age, 0), axis=1)[:, :, None]
-        earlier = jnp.pad(
-            texts[:, :, : length - age], ((0, 0), (0, 0), (age, 0)), constant_values=-1
-        )
-        goes_on &= (earlier == wanted) & (newest >= age)[:, :, None]
-        matched = matched + goes_on
-    longest = jnp.max(matched, axis=(1, 2))
-    end = jnp.arange(length, dtype=jnp.int32)
-    order = jnp.where(is_own[:, :, None], length, 0) + end
-    order = order * num_texts + jnp.arange(num_texts, dtype=jnp.int32)[:, None]
-    place = jnp.max(jnp.where(matched == longest[:, None, None], order, -1), axis=(1, 2))
-    text, found = place % num_texts, place // num_texts
-    is_own_place = (found >= length)[:, None]
-    found = (found % length)[:, None]
-    period = jnp.maximum(newest - found, 1)
-    ahead = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
-    places = found + 1 + jnp.where(is_own_place, ahead % period, ahead)
-    rows = text if config.method == "suffix" else jnp.arange(slots.size)
-    source = history.token_ids if config.method == "suffix" else own
-    drafts = source.at[rows[:, None], places].get(mode="fill", fill_value=-1)
-    counts = jnp.min(jnp.where(drafts < 0, ahead, ahead.size), axis=1)
-    counts = jnp.minimum(counts, (config.drafts_of_a_token * longest).astype(jnp.int32))
-    return jnp.maximum(drafts, 0), jnp.where(longest >= config.shortest_match, counts, 0)
 
 
 @pytree
@@ -132,12 +42,34 @@ class _Rows:
         last: `i32[R]`, that one.
         live: `bool[R]`, whether the row goes on in this call.
         ended: `bool[R]`, whether it has all of its tokens.
+        second: `i32[R]`, the token before the newest.
+        behind: `bool[R]`, whether the draft model has not stored K and V of that one: the last
+            draft was right.
     """
 
     lens: jax.Array
     last: jax.Array
     live: jax.Array
     ended: jax.Array
+    second: jax.Array
+    behind: jax.Array
+
+
+class _Packed(NamedTuple):
+    """Tokens of rows, one row after another, in arrays of T entries; those behind are padding.
+
+    Attributes:
+        slots: `i32[T]`, of the rows, out of range for padding.
+        is_token: `bool[T]`.
+        positions: `i32[T]`, 0 for padding.
+        starts, ends: `i32[R]`, where the tokens of each row begin and end.
+    """
+
+    slots: jax.Array
+    is_token: jax.Array
+    positions: jax.Array
+    starts: jax.Array
+    ends: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,26 +99,37 @@ class _Verification:
         return table.seq_lens.at[self.slots].set(lens, mode="drop")
 
     def step(
-        self, rows: _Rows, history: History, layers: tuple[LayerKV, ...]
-    ) -> tuple[_Rows, History, tuple[LayerKV, ...], tuple[Any, ...], DraftOutput]:
+        self, rows: _Rows, history: History | None, layers: tuple[LayerKV, ...]
+    ) -> tuple[_Rows, History | None, tuple[LayerKV, ...], tuple[Any, ...], DraftOutput]:
         """Draft, compute and draw.
 
         Returns:
             The rows, the history and the cache after the step; the tokens `i32[R, W]` and their
             log-probabilities; and the counts. Of the tokens those are new that `rows.lens` counts.
         """
-        found, num_found = find_drafts(history, self.slots, rows.lens + 1, self.config)
-        num_drafts = jnp.clip(self.limits - rows.lens - 1, 0, num_found)
-        num_drafts = jnp.where(rows.live, num_drafts, 0)
+        most = self.limits
+        if (draft := self.call.draft) is not None:  # longer rows go on without drafts
+            most = jnp.minimum(most, draft.model.max_model_len)
+        room = jnp.where(rows.live, most - rows.lens - 1, 0)
+        if history is not None:
+            found, num_found = find_drafts(history, self.slots, rows.lens + 1, self.config)
+            num_drafts = jnp.clip(room, 0, num_found)
+        else:
+            num_drafts = jnp.clip(room, 0, self.config.num_speculative_tokens)
+            found, layers = self._draw_drafts(rows, num_drafts, layers)
         drawn, ended, logprobs, layers = self._compute(rows, found, num_drafts, layers)
         ahead = self.ahead
         fits = (drawn[:, :-1] == found) & (ahead[:-1] < num_drafts[:, None])
         accepted = jnp.min(jnp.where(fits, ahead.size - 1, ahead[:-1]), axis=1)
         first_end = jnp.min(jnp.where(ended, ahead, ahead.size), axis=1)
         num_new = jnp.where(rows.live, jnp.minimum(accepted, first_end) + 1, 0)
-        places = jnp.where(ahead < num_new[:, None], rows.lens[:, None] + 1 + ahead, INT32_MAX)
-        history = add_tokens(history, self.slots[:, None], places, drawn)
-        newest = jnp.take_along_axis(drawn, jnp.maximum(num_new - 1, 0)[:, None], axis=1)[:, 0]
+        if history is not None:
+            places = jnp.where(ahead < num_new[:, None], rows.lens[:, None] + 1 + ahead, INT32_MAX)
+            history = add_tokens(history, self.slots[:, None], places, drawn)
+        newest, second = (
+            jnp.take_along_axis(drawn, jnp.maximum(num_new - age, 0)[:, None], axis=1)[:, 0]
+            for age in (1, 2)
+        )
         right = ahead[:-1] < jnp.minimum(accepted, num_new)[:, None]
         counts = DraftOutput(
             num_steps=jnp.int32(1),
@@ -201,6 +144,8 @@ class _Verification:
             last=jnp.where(rows.live, jnp.maximum(newest, 0), rows.last),
             live=rows.live & ~ends,
             ended=rows.ended | ends,
+            second=jnp.where(rows.live, second, rows.second),
+            behind=jnp.where(rows.live, (num_drafts > 0) & (num_new > num_drafts), rows.behind),
         )
         return rows, history, layers, (drawn, logprobs), counts
 
@@ -213,38 +158,125 @@ class _Verification:
             Tokens `i32[R, W]`, whether each ends its row, and their log-probabilities; and the
             cache. Those beyond a row's drafts mean nothing.
         """
-        call, state = self.call, self.state
-        num_rows, width = rows.lens.size, self.config.tokens_of_step
+        tokens = jnp.concatenate([rows.last[:, None], drafts], axis=1)
         q_lens = jnp.where(rows.live, 1 + num_drafts, 0)
+        packed, hidden, layers = self._run(self.call, layers, tokens, rows.lens, q_lens)
+        logits, lens = self.call.logits(hidden), packed.positions + 1
+        drawn = draw(self.call, self.state, logits, packed.slots, packed.is_token, lens)
+        grid = jnp.minimum(packed.starts[:, None] + self.ahead, packed.slots.size - 1)
+        tokens, ended, logprobs = jax.tree.map(lambda x: x[grid], drawn)
+        return tokens, ended, logprobs, layers
+
+    def _run(
+        self,
+        call: Call,
+        layers: tuple[LayerKV, ...],
+        tokens: jax.Array,
+        lens: jax.Array,
+        q_lens: jax.Array,
+    ) -> tuple[_Packed, jax.Array, tuple[LayerKV, ...]]:
+        """Run a model on the next tokens of rows.
+
+        Args:
+            call: of the model.
+            layers: the cache.
+            tokens: `i32[R, W]`, of which a row has the first `q_lens`.
+            lens, q_lens: `i32[R]`, tokens before those, and their number.
+
+        Returns:
+            Where the R * W tokens are, their hidden states `[R * W, E]`, and the cache.
+        """
         ends = jnp.cumsum(q_lens, dtype=jnp.int32)
         starts = ends - q_lens
-        # Tokens stand one row after another; those behind the last are padding.
-        place = jnp.arange(num_rows * width, dtype=jnp.int32)
+        place = jnp.arange(tokens.size, dtype=jnp.int32)
         row = jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
-        is_token, offset = row < num_rows, place - starts.at[row].get(mode="clip")
-        draft = drafts.at[row, jnp.maximum(offset - 1, 0)].get(mode="clip")
-        tokens = jnp.where(offset == 0, rows.last.at[row].get(mode="clip"), draft)
-        tokens = jnp.where(is_token, tokens, 0)
-        slots = self.slots.at[row].get(mode="fill", fill_value=state.table.max_seqs)
-        positions = jnp.where(is_token, rows.lens.at[row].get(mode="clip") + offset, 0)
-        lens = rows.lens + q_lens
-        tables = [replace(x, seq_lens=self.with_lens(x, lens)) for x in state.tables]
+        is_token, offset = row < lens.size, place - starts.at[row].get(mode="clip")
+        packed = _Packed(
+            slots=self.slots.at[row].get(mode="fill", fill_value=self.state.table.max_seqs),
+            is_token=is_token,
+            positions=jnp.where(is_token, lens.at[row].get(mode="clip") + offset, 0),
+            starts=starts,
+            ends=ends,
+        )
+        token_ids = jnp.where(is_token, tokens.at[row, offset].get(mode="clip"), 0)
         chunks = ChunkBatch(
-            token_ids=tokens,
+            token_ids=token_ids,
             cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
             slots=self.slots,
-            is_last=rows.live,
+            is_last=q_lens > 0,
             targets=None,
         )
-        seen = replace(state.with_tables(tables), pool=KVPool(layers=layers))
         seen, hidden, *_ = call.hidden(
-            seen, tokens, slots, positions, decode_rows=self.slots[:0], chunks=chunks
+            self._seen(call, layers, lens + q_lens),
+            token_ids,
+            packed.slots,
+            packed.positions,
+            decode_rows=self.slots[:0],
+            chunks=chunks,
         )
-        logits = call.logits(hidden)
-        drawn = draw(call, state, logits, slots, is_token, positions + 1)
-        grid = jnp.minimum(starts[:, None] + self.ahead, place.size - 1)
-        tokens, ended, logprobs = jax.tree.map(lambda x: x[grid], drawn)
-        return tokens, ended, logprobs, seen.pool.layers
+        return packed, hidden, seen.pool.layers
+
+    def _seen(self, call: Call, layers: tuple[LayerKV, ...], lens: jax.Array) -> EngineState:
+        """Return the state with these lengths of the rows, and the tables of a model's layers."""
+        tables = self.state.tables if call is self.call else self.state.tables[:1]
+        tables = tuple(replace(x, seq_lens=self.with_lens(x, lens)) for x in tables)
+        return replace(self.state.with_tables(tables), pool=KVPool(layers=layers))
+
+    def _draw_drafts(
+        self, rows: _Rows, num_drafts: jax.Array, layers: tuple[LayerKV, ...]
+    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+        """Draw drafts with the draft model, which first computes what it is behind.
+
+        Returns:
+            Drafts `i32[R, num_speculative_tokens]`, and the cache. Those beyond `num_drafts` of a
+            row mean nothing.
+        """
+        draft = self.call.draft
+        assert draft is not None
+        behind = rows.behind.astype(jnp.int32)
+        newest = jnp.where(rows.behind, rows.second, rows.last)
+        tokens = jnp.stack([newest, rows.last], axis=1)
+        q_lens = jnp.where(rows.live, 1 + behind, 0)
+        packed, hidden, layers = self._run(draft, layers, tokens, rows.lens - behind, q_lens)
+        hidden = hidden[jnp.maximum(packed.ends - 1, 0)]
+        drafts: list[jax.Array] = []
+        for index in range(self.config.num_speculative_tokens):
+            is_drawn = index < num_drafts  # of live rows only
+            if index:
+                hidden, layers = self._draft_one(rows, is_drawn, drafts[-1], index, layers)
+            lens = rows.lens + 1 + index
+            drawn, *_ = draw(draft, self.state, draft.logits(hidden), self.slots, is_drawn, lens)
+            drafts.append(jnp.maximum(drawn, 0))  # -1 is of bad logits
+        return jnp.stack(drafts, axis=1), layers
+
+    def _draft_one(
+        self,
+        rows: _Rows,
+        computes: jax.Array,
+        tokens: jax.Array,
+        offset: int,
+        layers: tuple[LayerKV, ...],
+    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+        """Run the draft model on a token of rows `bool[R]`, this many places behind `rows.lens`.
+
+        Returns:
+            The hidden states `[R, E]`, and the cache.
+        """
+        draft = self.call.draft
+        assert draft is not None
+        slots = jnp.where(computes, self.slots, self.state.table.max_seqs)
+        positions = jnp.where(computes, rows.lens + offset, 0)
+        seen = self._seen(draft, layers, rows.lens + offset + 1)
+        seen, hidden, *_ = draft.hidden(
+            seen, tokens, slots, positions, decode_rows=slots, chunks=None
+        )
+        return hidden, seen.pool.layers
+
+    def catch_up(self, rows: _Rows, layers: tuple[LayerKV, ...]) -> tuple[LayerKV, ...]:
+        """Store what the draft model, if there is one, is behind at the end of a call."""
+        if self.call.draft is None:
+            return layers
+        return self._draft_one(rows, rows.behind, rows.second, -1, layers)[1]
 
 
 def speculate(call: Call, state: EngineState) -> Result:
@@ -254,7 +286,7 @@ def speculate(call: Call, state: EngineState) -> Result:
     this call and could go on in the next.
     """
     batch, config = call.batch, call.batch.speculation
-    assert config is not None and state.history is not None
+    assert config is not None
     num_slots, num_rows, most = state.table.max_seqs, batch.decode_slots.size, batch.max_num_steps
     ended = state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
     asked = jnp.where(ended, 0, batch.num_steps)
@@ -283,7 +315,14 @@ def speculate(call: Call, state: EngineState) -> Result:
         return index + 1, rows, history, layers, outputs, counted, goes_on & jnp.any(rows.live)
 
     last = state.slots.last_token_ids.at[slots].get(mode="fill", fill_value=0)
-    rows = _Rows(lens=start, last=last, live=live, ended=ended)
+    rows = _Rows(
+        lens=start,
+        last=last,
+        live=live,
+        ended=ended,
+        second=jnp.zeros_like(last),
+        behind=jnp.zeros_like(live),
+    )
     shapes = jax.eval_shape(verification.step, rows, state.history, state.pool.layers)
     outputs, counted = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[3:])
     outputs = jax.tree.map(lambda x: jnp.zeros((most, num_rows, *x.shape[2:]), x.dtype), outputs)
@@ -294,6 +333,7 @@ def speculate(call: Call, state: EngineState) -> Result:
         lambda c: (c[0] < batch.num_verifications) & c[-1], body, carry
     )
 
+    layers = verification.catch_up(rows, layers)
     # Pages without a token are free again. The last page of a row is its own, so nothing is copied.
     tables = [truncate(x, verification.with_lens(x, rows.lens))[0] for x in state.tables]
     places = start + jnp.arange(most, dtype=jnp.int32)[:, None]

@@ -40,13 +40,21 @@ Result = tuple[EngineState, StepOutput]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call runs, while it is traced."""
+    """What a call runs, while it is traced.
+
+    Attributes:
+        model, params, batch, kernels, peers: as given.
+        draft: what it runs of the draft model, if there is one; that has no `draft`.
+        first_layer: of the model, in the pool: a draft model's layers follow those of its target.
+    """
 
     model: Model
     params: Any
     batch: Batch
     kernels: AttentionKernels
     peers: Peers | None
+    draft: Call | None = None
+    first_layer: int = 0
 
     def hidden(
         self,
@@ -74,7 +82,9 @@ class Call:
                 `attend` returned for each layer, or given experts were not used.
         """
         mappings = tuple(slot_mapping(table, token_rows, positions) for table in state.tables)
-        spec, cache, windows = self.model.kv_cache_spec, state.pool.layers, None
+        spec, pool, windows = self.model.kv_cache_spec, state.pool.layers, None
+        before, end = pool[: self.first_layer], self.first_layer + spec.num_layers
+        cache = pool[self.first_layer : end]
         if len(mappings) > 1:
             windows = state.tables[1], mappings[1], int(spec.groups[1].sliding_window or 0)
         attend = PagedAttend(
@@ -100,7 +110,7 @@ class Call:
                 raise ValueError(f"{what} must be what `attend` returned")
         if attend.ignores_experts:
             raise ValueError("the model must use attend.routed_experts to take given experts")
-        state = replace(state, pool=KVPool(layers=tuple(layers)))
+        state = replace(state, pool=KVPool(layers=(*before, *layers, *pool[end:])))
         experts = attend.recorded if self.batch.mode.routed_experts else None
         return state, hidden, mappings, experts
 
@@ -120,6 +130,37 @@ class Call:
         return logits
 
 
+def follow(
+    call: Call,
+    state: EngineState,
+    *new: jax.Array,
+    decode_rows: jax.Array,
+    chunks: ChunkBatch | None,
+    after: Logprobs | jax.Array,
+) -> EngineState:
+    """Store the K and V that the draft model, if there is one, has of what `call` computes.
+
+    So each page has those of both models: one that is shared, copied or cached lacks nothing.
+
+    Args:
+        call, state, new, decode_rows, chunks: as in `Call.hidden`.
+        after: the last result of the model's own that devices add up: they add up one thing at a
+            time.
+    """
+    if call.draft is None:
+        return state
+    tokens, *others = new
+    if call.peers is not None:
+        last = after if isinstance(after, jax.Array) else after.rank
+        tokens = jnp.where(jnp.any(last < NOT_SAMPLED), 0, tokens)
+    if chunks is not None:  # those are the experts of the other model
+        chunks = replace(chunks, routed_experts=None)
+    # A draft model's layers are in the pool of those that see all tokens.
+    alone = replace(state, window_table=None)
+    alone, *_ = call.draft.hidden(alone, tokens, *others, decode_rows=decode_rows, chunks=chunks)
+    return replace(state, pool=alone.pool)
+
+
 def decode(call: Call, state: EngineState) -> Result:
     """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
     batch = call.batch
@@ -133,6 +174,9 @@ def decode(call: Call, state: EngineState) -> Result:
         )
         logits = call.logits(hidden)
         state, drawn, logprobs = _sample(call, state, logits, batch.decode_slots, rows, lens)
+        after = drawn if logprobs is None else logprobs
+        new = tokens, rows, lens - 1
+        state = follow(call, state, *new, decode_rows=rows, chunks=None, after=after)
         goes_on = ~state.slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
         return state, (drawn, mappings, logprobs, experts), jnp.all(ok) & jnp.any(goes_on)
@@ -186,12 +230,14 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
     sampled = jnp.where(sampled, slots, num_slots)
     logits = call.logits(hidden[last])
     state, drawn, logprobs = _sample(call, state, logits, slots, sampled, state.table.seq_lens)
-    prompt_logprobs = None
+    prompt_logprobs, after = None, drawn if logprobs is None else logprobs
     if chunks.targets is not None:
         # Devices add up one thing at a time: this, after what they have added up for the samples.
         last = drawn if logprobs is None else logprobs.rank
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
-        prompt_logprobs = _prompt_logprobs(call, hidden, targets)
+        prompt_logprobs = after = _prompt_logprobs(call, hidden, targets)
+    new = tokens, token_rows, positions
+    state = follow(call, state, *new, decode_rows=rows, chunks=chunks, after=after)
     logprobs = jax.tree.map(lambda x: x[None], logprobs)
     output = output_of(state, drawn[None], mappings, logprobs, experts, prompt_logprobs)
     return state, replace(output, pooled=_pooled(chunks, hidden))

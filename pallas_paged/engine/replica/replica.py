@@ -73,7 +73,9 @@ class Replica:
         self.drafting = None
         if (speculation := config.speculation) is not None:
             num_drafts = speculation.num_speculative_tokens
-            self.drafting = DraftPolicy(num_drafts, executor.free_tokens)
+            self.drafting = DraftPolicy(
+                num_drafts, executor.free_tokens, draft_share=executor.draft_share
+            )
         self.scheduler = Scheduler(
             pages,
             watermark=int(config.watermark * num_pages),

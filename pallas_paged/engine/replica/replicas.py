@@ -117,6 +117,7 @@ class Replicas:
         config: EngineConfig,
         devices: Sequence[jax.Device] | None,
         tokenizer: Tokenizer | None,
+        draft_params: Any = None,
     ):
         """Put the parameters on the devices of each replica, and create the pools in what is left.
 
@@ -124,6 +125,13 @@ class Replicas:
         """
         places = placements(config.tensor_parallel_size, config.data_parallel_size, devices)
         model.kv_cache_spec.on_devices(config.tensor_parallel_size)
+        draft, drafting = config.draft_model, draft_params is not None
+        if (draft is not None) != drafting:
+            what = "be None without" if drafting else "be the weights of"
+            raise ValueError(f"draft_params must {what} a 'model' of speculative_config")
+        if draft is not None and config.speculation is not None:
+            config.speculation.check_target(model)
+            draft.kv_cache_spec.on_devices(config.tensor_parallel_size)
         self.error: BaseException | None = None
         self.followers: Followers | None = None
         self.leader: Leader | None = None
@@ -132,10 +140,16 @@ class Replicas:
         if self.num_processes > 1:
             sizes = model.vocab_size, model.max_model_len, model.eos_token_ids, model.kv_cache_spec
             described = config, sizes, shapes_of(params), tuning_key()
+            if draft is not None:
+                described += draft.kv_cache_spec, shapes_of(draft_params)  # type: ignore
             self.followers, self.leader = connect(repr(described))
         weights = [Weights(model, params, place) for place in places]
+        drafts: list[Weights | None] = [None] * len(places)
+        if draft is not None:
+            drafts = [Weights(draft, draft_params, place, "draft_params") for place in places]
         if places[0].mesh is not None:
-            jax.block_until_ready([one.leaves for one in weights])
+            given = [one.leaves for one in (*weights, *drafts) if one is not None]
+            jax.block_until_ready(given)
         self.num_pages, self.max_model_len, windows = config.sizes(model, places)
         self._all = [
             Replica(
@@ -148,10 +162,11 @@ class Replicas:
                     max_len=self.max_model_len,
                     windows=windows,
                     followers=self.followers,
+                    draft_weights=of_draft,
                 ),
                 tokenizer,
             )
-            for one, place in zip(weights, places, strict=True)
+            for one, of_draft, place in zip(weights, drafts, places, strict=True)
         ]
         self._router = Router(self._all, config.page_size)
         self._by_id: WeakValueDictionary[str, Request] = WeakValueDictionary()
@@ -232,21 +247,38 @@ class Replicas:
             replica.drain()
 
     def update_params(
-        self, params: Any, *, reset_prefix_cache: bool, restart_running: bool
+        self,
+        params: Any,
+        *,
+        reset_prefix_cache: bool,
+        restart_running: bool,
+        draft_params: Any = None,
     ) -> None:
         """Use other parameters from the next call on, as `Engine.update_params`."""
         self.check_alive()
+        given = [([one.weights for one in self._all], params)]
+        if draft_params is not None:
+            drafts = [one.runner.executor.draft_weights for one in self._all]
+            found = [one for one in drafts if one is not None]
+            if not found:
+                raise ValueError("draft_params must be None without a draft model")
+            given.append((found, draft_params))
+
+        def check() -> None:
+            for each, new in given:
+                each[0].check(new)
+
         if self.leader is None:
-            self._all[0].weights.check(params)
+            check()
         with self.fatal():
             self.drain()
         with self.fatal(only_if_multi_process=True):
-            self._all[0].weights.check(params)  # in the others: process 0 has new ones already
+            check()  # in the others: process 0 has new ones already
             if self.followers is not None:
                 self.followers.send("release")
-            leaves = [replica.weights.put(params) for replica in self._all]
-            for replica, new in zip(self._all, leaves, strict=True):
-                replica.weights.leaves = new
+            leaves = [(one, one.put(new)) for each, new in given for one in each]
+            for one, put in leaves:
+                one.leaves = put
             if self.followers is not None:
                 self.followers.rejoin()
             if restart_running:

@@ -171,13 +171,15 @@ class DraftPolicy:
         num_drafts: of a row.
     """
 
-    def __init__(self, num_drafts: int, free_tokens: float):
+    def __init__(self, num_drafts: int, free_tokens: float, *, draft_share: float = 0.0):
         """Start with the hope that half of the drafts are right.
 
         `free_tokens` of a step take as long to compute as the weights to read; it may be infinite.
+        A step of the draft model, if there is one, takes `draft_share` of a step of the model. It
+        makes one in each step, and as many as there are drafts in a step with drafts.
         """
         self.num_drafts = num_drafts
-        self._free_tokens = free_tokens
+        self._free_tokens, self._draft_share = free_tokens, draft_share
         self._tokens_of_step = 1 + num_drafts / 2
         self._seconds: dict[tuple[int, bool], float] = {}  # by the bits of rows, and with drafts
         self._num_calls = 0
@@ -210,4 +212,5 @@ class DraftPolicy:
             return _NOISE * longer / without
         tokens = num_rows, num_rows * (1 + self.num_drafts)
         few, many = (max(1.0, num_tokens / self._free_tokens) for num_tokens in tokens)
-        return _GUESS * many / few
+        share = self._draft_share
+        return (_GUESS * many / few + self.num_drafts * share) / (1 + share)

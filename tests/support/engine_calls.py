@@ -63,6 +63,7 @@ def make_engine(
     tokenizer: Any = None,
     *,
     modes: Iterable[SamplingMode] | None = MODES,
+    draft_params: Any = None,
     **sizes,
 ) -> Engine:
     """An engine of the usual sizes, except those given.
@@ -71,7 +72,8 @@ def make_engine(
     """
     if params is None:
         params = _WEIGHTS.setdefault(model, weights(model))
-    engine = Engine(model, params, EngineConfig(**(SIZES | sizes)), tokenizer)
+    config = EngineConfig(**(SIZES | sizes))
+    engine = Engine(model, params, config, tokenizer, draft_params=draft_params)
     if modes:
         use_modes(engine, modes)
     return engine

@@ -176,8 +176,7 @@ class Executor:
         self._programs: dict[Any, jax.stages.Compiled] = {}  # of the batches of a kind
         self._program_cache = None
         if mesh is None and followers is None:
-            models = [model] if draft is None else [model, draft]
-            self._program_cache = ProgramCache.of(models, [*kernels], placement.devices[0])
+            self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0], draft)
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._changes: dict[Any, Callable[..., EngineState]] = {}  # jitted, from their first use on
         self._change_compilations: list[Compilation] = []

@@ -195,7 +195,7 @@ class ProgramCache:
 
     @classmethod
     def of(
-        cls, models: Sequence[Any], parts: Sequence[Any], device: jax.Device
+        cls, model: Any, parts: Sequence[Any], device: jax.Device, draft: Any = None
     ) -> ProgramCache | None:
         """Return the cache of the steps of a model, and of its draft model if it has one.
 
@@ -204,7 +204,8 @@ class ProgramCache:
         """
         folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
         enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-        keys = [getattr(model, "cache_key", None) for model in models]
+        models = [model] if draft is None else [model, draft]
+        keys = [getattr(one, "cache_key", None) for one in models]
         if None in keys or not enabled or not folder or "://" in folder:
             return None
         if device.platform not in _PLATFORMS:

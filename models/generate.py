@@ -35,7 +35,8 @@ def generate(
         tokenizer: of the decoder; None: completions have no text.
         progress: show a progress bar.
         config: fields of `EngineConfig`. By default the pool holds all prompts and completions, if
-            the memory does. KV heads are repeated as `tensor_parallel_size` needs.
+            the memory does. KV heads are repeated as `tensor_parallel_size` needs. The "model" of a
+            `speculative_config` is a decoder with its weights.
 
     Returns:
         The outputs, in the order of the prompts.
@@ -46,6 +47,10 @@ def generate(
     tensor_parallel = config.get("tensor_parallel_size")
     if isinstance(tensor_parallel, int) and tensor_parallel > 1:  # EngineConfig refuses others
         decoder = repeat_kv_heads(decoder, tensor_parallel)
+    speculation, draft_params = config.get("speculative_config"), None
+    if isinstance(speculation, dict) and isinstance(draft := speculation.get("model"), Decoder):
+        drafting, draft_params = engine_model(draft)
+        config["speculative_config"] = speculation | {"model": drafting}
     model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))
     tokens: Any = tokenizer
     if tokenizer is not None:
@@ -60,5 +65,5 @@ def generate(
     ]
     sizes = engine_config(model, requests, **config)
     model, weights = engine_model(decoder, max_model_len=sizes.max_model_len)
-    engine = Engine(model, weights, config=sizes, tokenizer=tokens)
+    engine = Engine(model, weights, sizes, tokens, draft_params=draft_params)
     return engine.generate(prompts, params, progress=progress)

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.command.options import say
 from models.command.prompts import Job, JobMaker, parse_line
-from models.command.setup import given, prepare, print_defaults
+from models.command.setup import given, load_draft, prepare, print_defaults
 from models.decoder import engine_config, engine_model, load_checkpoint
 from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
@@ -49,6 +49,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
         ValueError: an option is out of range, or the checkpoint is not usable; nothing was served.
     """
     prepare(args)
+    draft_params = load_draft(args)
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options)
@@ -89,7 +90,9 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
                 output.refuse(index, str(error))
         config = engine_config(model, [(len(job.token_ids), job.params) for job in jobs], **sizes)
         model, weights = engine_model(decoder, max_model_len=config.max_model_len)
-        engine = Engine(model, weights, config=config, tokenizer=tokenizer)
+        engine = Engine(
+            model, weights, config=config, tokenizer=tokenizer, draft_params=draft_params
+        )
         start = time.perf_counter()
         with _compile_times() as compile_times:
             if jobs:

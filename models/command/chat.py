@@ -12,7 +12,7 @@ from typing import Any
 
 from models.command.options import say
 from models.command.prompts import with_temperature
-from models.command.setup import given, prepare, print_defaults
+from models.command.setup import given, load_draft, prepare, print_defaults
 from models.command.signals import Signals
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template
@@ -40,8 +40,9 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
         NotImplementedError: this device can't run an option.
     """
     prepare(args, level=logging.WARNING)  # answers stand alone
+    draft_params = load_draft(args)
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
-    SamplingParams(**options)  # errors come before the loading
+    SamplingParams(**options)  # errors come before the loading of the model
     config = EngineConfig(**{"max_num_seqs": 1} | sizes)
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     if not template.exists and args.checkpoint.is_dir():
@@ -55,7 +56,7 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
     model, weights = engine_model(decoder, max_model_len=args.max_model_len)
     defaults = chat_defaults(args.checkpoint, model, tokenizer, template)
     print_defaults(defaults)
-    engine = Engine(model, weights, config=config, tokenizer=tokenizer)
+    engine = Engine(model, weights, config=config, tokenizer=tokenizer, draft_params=draft_params)
     conversation = _Conversation(
         engine,
         tokenizer,

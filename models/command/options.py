@@ -84,7 +84,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     text = "compute what prompts share only once (yes)"
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=text)
     text = "verify drafts of several tokens in a step, such as"
-    text += ' {"method": "ngram", "num_speculative_tokens": 4} (no drafts)'
+    text += ' {"method": "ngram", "num_speculative_tokens": 4}; of "draft_model", "model" is the'
+    text += " folder of a smaller checkpoint (no drafts)"
     add("--speculative-config", type=json_object, metavar="JSON", help=text)
     add("--implementation", metavar="NAME", help="of attention (the best here)")
     text = "where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.command.options import say
-from models.command.setup import given, prepare
+from models.command.setup import given, load_draft, prepare
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import (
@@ -58,14 +58,17 @@ def serve(
     limits.setdefault("served_model_name", args.checkpoint.resolve().name)
     hosts = tuple(args.allowed_host or ())
     config = ServerConfig(**limits, api_keys=api_keys, allowed_hosts=hosts)
-    engine_config = EngineConfig(**given(args, EngineConfig))
     prepare(args)
+    draft_params = load_draft(args)
+    engine_config = EngineConfig(**given(args, EngineConfig))
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     tokenizer = Tokenizer(args.checkpoint)
     say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     model, weights = engine_model(decoder, max_model_len=engine_config.max_model_len)
-    engine = Engine(model, weights, config=engine_config, tokenizer=tokenizer)
+    engine = Engine(
+        model, weights, config=engine_config, tokenizer=tokenizer, draft_params=draft_params
+    )
     service = Service(
         AsyncEngine(engine),
         chat_template=template if template.exists else None,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from models.command.options import say
+from models.decoder import engine_model, load_checkpoint
 
 
 def prepare(args: argparse.Namespace, *, level: int = logging.INFO) -> None:
@@ -33,6 +34,25 @@ def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """Return the options that were given and are fields of a dataclass."""
     values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def load_draft(args: argparse.Namespace) -> Any:
+    """Load the draft model of --speculative-config, which then has it in place of its folder.
+
+    Returns:
+        Its weights, or None without one.
+
+    Raises:
+        ValueError: it is not usable.
+    """
+    config = args.speculative_config or {}
+    folder = config.get("model")
+    if config.get("method") != "draft_model" or not isinstance(folder, str):
+        return None  # or `EngineConfig` says what is wrong
+    say(f"loading {folder} ...")
+    model, weights = engine_model(load_checkpoint(folder, dtype=args.dtype)[0])
+    args.speculative_config = config | {"model": model}
+    return weights
 
 
 def use_compilation_cache(folder: str | None) -> None:

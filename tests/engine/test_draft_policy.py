@@ -75,6 +75,16 @@ def test_the_times_of_steps_count_more_than_the_rates_of_the_card():
     assert all(decisions(policy, 10, num_rows=8, num_accepted=1.0)[1:])
 
 
+def test_steps_of_a_draft_model_count_until_they_are_measured():
+    """Drafts bring 2 tokens; a draft model of half the size takes as long as two steps."""
+    for share, pays in ((0.0, True), (0.1, True), (0.5, False)):
+        policy = DraftPolicy(K, 200.0, draft_share=share)
+        assert decisions(policy, 60, num_accepted=1.0)[-5:] == [pays] * 5
+    policy.observe_step(1, False, 0.010)
+    policy.observe_step(1, True, 0.015)
+    assert all(decisions(policy, 3, num_accepted=1.0))
+
+
 def test_a_pause_within_a_step_is_forgotten_with_the_next():
     policy = DraftPolicy(K, 200.0)
     for seconds in (0.010, 30.0):

@@ -69,6 +69,14 @@ def test_texts_are_encoded_once_and_come_out_as_texts(windowed, tmp_path, monkey
         assert completion.text == bytes(completion.token_ids).decode(errors="replace")
 
 
+@pytest.mark.slow  # programs of its own
+def test_a_decoder_drafts_for_another_one(windowed):
+    draft = tiny_model(replace(WINDOWED, num_layers=1, sliding_windows=(3,)))
+    drafts = dict(method="draft_model", model=draft, num_speculative_tokens=2)
+    found = generate(windowed, PROMPTS, speculative_config=drafts)
+    assert tokens_of(found) == tokens_of(generate(windowed, PROMPTS))
+
+
 @pytest.mark.parametrize(
     ("prompts", "config", "message"),
     [

@@ -349,3 +349,21 @@ def test_drafts_on_two_devices_leave_the_tokens_as_they_are():
     wanted = tokens_of(serve(one_device(), prompts, params))
     assert tokens_of(serve(engine, prompts, params)) == wanted
     assert engine.stats().spec_decode_num_accepted_tokens > 0
+
+
+@pytest.mark.cpu_budget(14)  # programs of its own
+def test_a_draft_model_on_two_devices_leaves_the_tokens_as_they_are():
+    """Its KV head is in the pool twice, its weights are sharded; it is the model's first layer."""
+    draft = replace(NARROW, num_layers=1)
+    params = weights(NARROW)
+    of_draft = {name: x[:1] if x.ndim > 2 else x for name, x in params.items()}
+    config = dict(method="draft_model", model=draft, num_speculative_tokens=2)
+    engine = mesh_engine(modes=GREEDY, draft_params=of_draft, speculative_config=config)
+    steps_of(engine, 4)
+    engine.replicas[0].drafting.num_for = lambda num_rows: 2
+    wanted = tokens_of(serve(one_device(), PROMPTS[:3], greedy(max_tokens=20)))
+    assert tokens_of(serve(engine, PROMPTS[:3], greedy(max_tokens=20))) == wanted
+    assert engine.stats().spec_decode_num_draft_tokens > 20
+    executor = engine.replicas[0].runner.executor
+    assert not executor.draft_weights.leaves[0].is_fully_replicated
+    assert len(executor.state.pool.layers) == 3

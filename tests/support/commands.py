@@ -38,14 +38,15 @@ def save_tiny_model(folder):
     return folder
 
 
-def engine_for_any_request(model, weights, *, config, tokenizer=None):
+def engine_for_any_request(model, weights, *, config, tokenizer=None, draft_params=None):
     """An engine whose steps serve what the tests ask for: those of equal sizes share two programs.
 
     Filters and penalties are in `tests/engine`.
     """
     sizes = {field.name: getattr(config, field.name) for field in fields(config)}
     mode = SamplingMode(draws=True, processors=True, logprobs=MAX_LOGPROBS)
-    return make_engine(model, weights, tokenizer, modes=[mode], **sizes)
+    options = dict(modes=[mode], draft_params=draft_params)
+    return make_engine(model, weights, tokenizer, **options, **sizes)
 
 
 def run_command(checkpoint, capsys, *args):

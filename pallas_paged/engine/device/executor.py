@@ -306,9 +306,9 @@ class Executor:
 
     def _arguments(self, batch: Batch) -> tuple[Any, ...]:
         counts = self._make_counts() if batch.mode.penalties else None
-        arguments = self.weights.leaves, replace(self.state, counts=counts), batch, self._peers
-        drafting = () if self.draft_weights is None else (self.draft_weights.leaves,)
-        return *arguments, *drafting
+        state = replace(self.state, counts=counts)
+        draft_leaves = () if self.draft_weights is None else self.draft_weights.leaves
+        return self.weights.leaves, state, batch, self._peers, draft_leaves
 
     def _change(self, change: Callable[..., EngineState], *args: Any) -> None:
         """Change the state by a function of `CHANGES`."""

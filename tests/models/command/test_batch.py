@@ -249,6 +249,15 @@ def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(serve, copy,
         assert f"pool of 4096 pages, {4096 * 16 * size / 2**20:.2f} MiB of {dtype}" in err
 
 
+@pytest.mark.cpu_budget(14)  # programs of its own
+def test_drafts_of_another_checkpoint_leave_the_tokens_as_they_are(serve, checkpoint):
+    drafts = dict(method="draft_model", model=str(checkpoint), num_speculative_tokens=2)
+    args = ["--max-tokens", "12", "--seed", "3"]
+    _, wanted, _ = serve(["ROMEO:"], *args)
+    status, results, _ = serve(["ROMEO:"], *args, "--speculative-config", json.dumps(drafts))
+    assert status == 0 and tokens_of(results[0]) == tokens_of(wanted[0])
+
+
 def test_preemptions_in_a_small_pool_are_reported(serve):
     prompts = [letter * 14 for letter in "wxyz"]  # and completions: 16 of the 12 pages
     status, results, err = serve(prompts, "--temperature", "0")

@@ -4,6 +4,7 @@ from pallas_paged.attention.partition import sources_key
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import EngineDeadError
+from pallas_paged.engine.draft_head import DraftHead
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.model import Attend, KVCacheSpec, Model
 from pallas_paged.engine.outputs import (
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncEngine",
     "Attend",
     "CompletionOutput",
+    "DraftHead",
     "Engine",
     "EngineConfig",
     "EngineDeadError",

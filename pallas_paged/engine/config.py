@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pallas_paged.checks import check_flag, check_integer, check_number
+from pallas_paged.checks import check_flag, check_has, check_integer, check_number
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, page_bytes, pages_that_fit, pool_dtype
+from pallas_paged.engine.draft_head import DraftHead
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.schedule.windows import WindowPool
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "eagle")
+_WITH_MODEL = METHODS[2:]
 _MAX_NGRAM = 64  # of a lookup, which compares all known tokens once for each of its own
 _DEFAULT_NGRAM = 5  # as in vLLM
 _OF_METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"),
-    "draft_model": ("model",),
 }
 
 
@@ -31,9 +32,10 @@ class SpeculativeConfig:
         num_speculative_tokens: drafts of a row in each step, at most.
         method: "ngram": the tokens that followed the newest ones where these stood before.
             "suffix": likewise, in the other completions of the request too. "draft_model": tokens
-            that a smaller model draws.
-        model: of "draft_model", that model, with the vocabulary of the engine's. Its weights are
-            the `draft_params` of the engine.
+            that a smaller model draws. "eagle": that a `DraftHead` draws from the hidden states of
+            the model.
+        model: of "draft_model" and "eagle", that model or head, with the vocabulary of the
+            engine's. Its weights are the `draft_params` of the engine.
         prompt_lookup_max, prompt_lookup_min: of "ngram", most and fewest of the newest tokens that
             must have stood there, at most 64. One that is None is as the other; both None: 5.
         suffix_decoding_max_tree_depth: of "suffix", most of the newest tokens that are compared, at
@@ -47,7 +49,8 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int
     method: str = "ngram"
-    model: Model | None = field(default=None, repr=False)  # its repr may differ between processes
+    # The `repr` of a model may differ between processes.
+    model: Model | DraftHead | None = field(default=None, repr=False)
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int | None = None
@@ -64,11 +67,12 @@ class SpeculativeConfig:
                 if method != self.method and getattr(self, name) is not None:
                     value = f"{getattr(self, name)!r:.80}"
                     raise ValueError(f"{name}={value} is of method={method!r}")
-        if self.method == "draft_model":
-            if self.model is None:
-                raise ValueError("method='draft_model' must have a 'model'")
-            check_model(self.model)
+        if self.method in _WITH_MODEL:
+            self._check_model()
             return
+        if self.model is not None:
+            names = " and ".join(map(repr, _WITH_MODEL))
+            raise ValueError(f"model={self.model!r:.80} is of the methods {names}")
         if self.method == "suffix":
             self._default("suffix_decoding_max_tree_depth", 24)
             self._default("suffix_decoding_max_spec_factor", 1.0)
@@ -108,6 +112,21 @@ class SpeculativeConfig:
             if name not in given:
                 raise ValueError(f"speculative_config={dict(given)!r:.80} must have {name!r}")
         return cls(**given)
+
+    def _check_model(self) -> None:
+        if self.model is None:
+            raise ValueError(f"method={self.method!r} must have a 'model'")
+        check_model(self.model)
+        if self.method == "eagle":
+            check_has("model", self.model, "read_hidden", "hidden_size")
+            check_integer("hidden_size of the draft head", self.hidden_size, 1)
+        elif hasattr(self.model, "read_hidden"):
+            raise ValueError(f"model={self.model!r:.80} is a draft head: its method is 'eagle'")
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Elements of the hidden states that a draft head takes; None without one."""
+        return getattr(self.model, "hidden_size", None) if self.method == "eagle" else None
 
     def check_target(self, model: Model) -> None:
         """Raise ValueError if the draft model can't draft for a model."""
@@ -239,8 +258,8 @@ class EngineConfig:
         return None if given is None else SpeculativeConfig.of(given)
 
     @property
-    def draft_model(self) -> Model | None:
-        """The model of `speculative_config`."""
+    def draft_model(self) -> Any:
+        """The model or head of `speculative_config`, or None."""
         return None if self.speculation is None else self.speculation.model
 
     @property

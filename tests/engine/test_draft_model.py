@@ -238,7 +238,10 @@ def test_a_step_copies_the_pool_of_neither_model(shape):
     ("given", "message"),
     [
         (dict(config_of(None)), "method='draft_model' must have a 'model'"),
-        (dict(config_of(MODEL), method="ngram"), "model=.* is of method='draft_model'"),
+        (
+            dict(config_of(MODEL), method="ngram"),
+            "model=.* is of the methods 'draft_model' and",
+        ),
         (dict(config_of(MODEL), prompt_lookup_max=3), "=3 is of method='ngram'"),
         (config_of("a folder"), "model='a folder' must have vocab_size"),
         (config_of(MODEL, 0), "num_speculative_tokens=0 must be"),

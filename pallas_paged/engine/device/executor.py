@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.decoder.peers import create_peers
@@ -152,7 +153,12 @@ class Executor:
             )
             return jax.jit(create)()  # one program; apart, each of its arrays has one or two
 
+        last_hidden, speculation = None, config.speculation
+        if speculation is not None and (size := speculation.hidden_size) is not None:
+            dtype = jnp.dtype(config.draft_model.kv_cache_spec.dtype)
+            last_hidden = np.zeros((config.max_num_seqs, size), dtype)
         state = EngineState(
+            last_hidden=last_hidden,
             table=create_table(num_pages),
             window_table=None if windows is None else create_table(windows.num_pages),
             kept_tokens=0 if windows is None else windows.kept_tokens,
@@ -160,7 +166,7 @@ class Executor:
             slots=slot_states(config.max_num_seqs, len(model.eos_token_ids)),
             valid=np.bool_(True),
             history=None
-            if config.speculation is None or config.draft_model is not None
+            if speculation is None or config.draft_model is not None
             else create_history(config.max_num_seqs, max_len),
         )
         self.state = replace(placement.put(state), pool=self._create_pool())

@@ -24,11 +24,12 @@ from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.batch import Batch, Shape
+from pallas_paged.engine.device.call import Call
 from pallas_paged.engine.device.lookup import add_sampled
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.device.speculation import speculate
 from pallas_paged.engine.device.state import EngineState
-from pallas_paged.engine.device.step import Call, Result, decode, prefill_and_decode
+from pallas_paged.engine.device.step import Result, decode, prefill_and_decode
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.requests.input_processor import check_lists
 from pallas_paged.engine.sampling_params import (

@@ -16,7 +16,7 @@ of the loop's state, and in the end the pages of the others are free again: noth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,32 @@ import jax.numpy as jnp
 from pallas_paged.checks import INT32_MAX, pytree
 from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.batch import NOT_SAMPLED, ChunkBatch, output_of
+from pallas_paged.engine.device.call import Call, Packed, read_hidden
 from pallas_paged.engine.device.lookup import add_tokens, find_drafts
 from pallas_paged.engine.device.state import EngineState, History
-from pallas_paged.engine.device.step import Call, Result, draw, reserve
+from pallas_paged.engine.device.step import Result, draw, reserve
 from pallas_paged.engine.schedule.calls import DraftOutput
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, slot_mapping, truncate
+
+
+@pytree
+class _Recent:
+    """The newest tokens of R rows, of which the draft model must store K and V.
+
+    Of a draft model it is the newest, and the one before if the last draft was right. A head stores
+    those of all drafts that were right anew: now the model's hidden states before them are known.
+
+    Attributes:
+        tokens: `i32[R, W]`, of which a row has the first `counts`.
+        counts: `i32[R]`.
+        before: `[R, W, D]`, what a `DraftHead` takes of the token before each; None without one.
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    before: jax.Array | None
 
 
 @pytree
@@ -42,34 +61,14 @@ class _Rows:
         last: `i32[R]`, that one.
         live: `bool[R]`, whether the row goes on in this call.
         ended: `bool[R]`, whether it has all of its tokens.
-        second: `i32[R]`, the token before the newest.
-        behind: `bool[R]`, whether the draft model has not stored K and V of that one: the last
-            draft was right.
+        recent: what the draft model computes first in the next step; None without one.
     """
 
     lens: jax.Array
     last: jax.Array
     live: jax.Array
     ended: jax.Array
-    second: jax.Array
-    behind: jax.Array
-
-
-class _Packed(NamedTuple):
-    """Tokens of rows, one row after another, in arrays of T entries; those behind are padding.
-
-    Attributes:
-        slots: `i32[T]`, of the rows, out of range for padding.
-        is_token: `bool[T]`.
-        positions: `i32[T]`, 0 for padding.
-        starts, ends: `i32[R]`, where the tokens of each row begin and end.
-    """
-
-    slots: jax.Array
-    is_token: jax.Array
-    positions: jax.Array
-    starts: jax.Array
-    ends: jax.Array
+    recent: _Recent | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class _Verification:
         else:
             num_drafts = jnp.clip(room, 0, self.config.num_speculative_tokens)
             found, layers = self._draw_drafts(rows, num_drafts, layers)
-        drawn, ended, logprobs, layers = self._compute(rows, found, num_drafts, layers)
+        drawn, ended, logprobs, before, layers = self._compute(rows, found, num_drafts, layers)
         ahead = self.ahead
         fits = (drawn[:, :-1] == found) & (ahead[:-1] < num_drafts[:, None])
         accepted = jnp.min(jnp.where(fits, ahead.size - 1, ahead[:-1]), axis=1)
@@ -126,12 +125,21 @@ class _Verification:
         if history is not None:
             places = jnp.where(ahead < num_new[:, None], rows.lens[:, None] + 1 + ahead, INT32_MAX)
             history = add_tokens(history, self.slots[:, None], places, drawn)
-        newest, second = (
-            jnp.take_along_axis(drawn, jnp.maximum(num_new - age, 0)[:, None], axis=1)[:, 0]
-            for age in (1, 2)
-        )
+        newest = jnp.take_along_axis(drawn, jnp.maximum(num_new - 1, 0)[:, None], axis=1)[:, 0]
+        recent = rows.recent
+        if recent is not None:
+            counts = num_new if before is not None else 1 + (num_new > jnp.maximum(num_drafts, 1))
+            place = (num_new - counts)[:, None] + jnp.arange(recent.tokens.shape[1])
+            place = jnp.clip(place, 0, ahead.size - 1)
+            tokens = jnp.maximum(jnp.take_along_axis(drawn, place, axis=1), 0)
+            new = _Recent(tokens=tokens, counts=counts.astype(jnp.int32), before=before)
+            recent = jax.tree.map(
+                lambda x, old: jnp.where(rows.live.reshape(-1, *[1] * (x.ndim - 1)), x, old),
+                new,
+                recent,
+            )
         right = ahead[:-1] < jnp.minimum(accepted, num_new)[:, None]
-        counts = DraftOutput(
+        counted = DraftOutput(
             num_steps=jnp.int32(1),
             num_rows=jnp.sum(rows.live, dtype=jnp.int32),
             num_drafts=jnp.sum(num_drafts > 0, dtype=jnp.int32),
@@ -144,19 +152,19 @@ class _Verification:
             last=jnp.where(rows.live, jnp.maximum(newest, 0), rows.last),
             live=rows.live & ~ends,
             ended=rows.ended | ends,
-            second=jnp.where(rows.live, second, rows.second),
-            behind=jnp.where(rows.live, (num_drafts > 0) & (num_new > num_drafts), rows.behind),
+            recent=recent,
         )
-        return rows, history, layers, (drawn, logprobs), counts
+        return rows, history, layers, (drawn, logprobs), counted
 
     def _compute(
         self, rows: _Rows, drafts: jax.Array, num_drafts: jax.Array, layers: tuple[LayerKV, ...]
-    ) -> tuple[jax.Array, jax.Array, Any, tuple[LayerKV, ...]]:
+    ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None, tuple[LayerKV, ...]]:
         """Run the model on the newest token of each live row and its drafts; draw after each.
 
         Returns:
-            Tokens `i32[R, W]`, whether each ends its row, and their log-probabilities; and the
-            cache. Those beyond a row's drafts mean nothing.
+            Tokens `i32[R, W]`, whether each ends its row, and their log-probabilities; what a
+            head takes of the tokens before them, `[R, W, D]`, or None; and the cache. Those beyond
+            a row's drafts mean nothing.
         """
         tokens = jnp.concatenate([rows.last[:, None], drafts], axis=1)
         q_lens = jnp.where(rows.live, 1 + num_drafts, 0)
@@ -165,7 +173,10 @@ class _Verification:
         drawn = draw(self.call, self.state, logits, packed.slots, packed.is_token, lens)
         grid = jnp.minimum(packed.starts[:, None] + self.ahead, packed.slots.size - 1)
         tokens, ended, logprobs = jax.tree.map(lambda x: x[grid], drawn)
-        return tokens, ended, logprobs, layers
+        before = None
+        if (last_hidden := self.state.last_hidden) is not None:
+            before = read_hidden(self.call, hidden, last_hidden.dtype)[grid]
+        return tokens, ended, logprobs, before, layers
 
     def _run(
         self,
@@ -174,7 +185,8 @@ class _Verification:
         tokens: jax.Array,
         lens: jax.Array,
         q_lens: jax.Array,
-    ) -> tuple[_Packed, jax.Array, tuple[LayerKV, ...]]:
+        before: jax.Array | None = None,
+    ) -> tuple[Packed, jax.Array, tuple[LayerKV, ...]]:
         """Run a model on the next tokens of rows.
 
         Args:
@@ -182,26 +194,16 @@ class _Verification:
             layers: the cache.
             tokens: `i32[R, W]`, of which a row has the first `q_lens`.
             lens, q_lens: `i32[R]`, tokens before those, and their number.
+            before: `[R, W, D]`, for a head.
 
         Returns:
             Where the R * W tokens are, their hidden states `[R * W, E]`, and the cache.
         """
-        ends = jnp.cumsum(q_lens, dtype=jnp.int32)
-        starts = ends - q_lens
-        place = jnp.arange(tokens.size, dtype=jnp.int32)
-        row = jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
-        is_token, offset = row < lens.size, place - starts.at[row].get(mode="clip")
-        packed = _Packed(
-            slots=self.slots.at[row].get(mode="fill", fill_value=self.state.table.max_seqs),
-            is_token=is_token,
-            positions=jnp.where(is_token, lens.at[row].get(mode="clip") + offset, 0),
-            starts=starts,
-            ends=ends,
-        )
-        token_ids = jnp.where(is_token, tokens.at[row, offset].get(mode="clip"), 0)
+        packed = Packed.of(self.slots, lens, q_lens, tokens.shape[1], self.state.table.max_seqs)
+        token_ids = jnp.where(packed.is_token, packed.take(tokens), 0)
         chunks = ChunkBatch(
             token_ids=token_ids,
-            cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+            cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), packed.ends]),
             slots=self.slots,
             is_last=q_lens > 0,
             targets=None,
@@ -213,6 +215,7 @@ class _Verification:
             packed.positions,
             decode_rows=self.slots[:0],
             chunks=chunks,
+            before=None if before is None else packed.take(before),
         )
         return packed, hidden, seen.pool.layers
 
@@ -225,58 +228,86 @@ class _Verification:
     def _draw_drafts(
         self, rows: _Rows, num_drafts: jax.Array, layers: tuple[LayerKV, ...]
     ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
-        """Draw drafts with the draft model, which first computes what it is behind.
+        """Draw drafts with the draft model, which first computes the recent tokens.
 
         Returns:
             Drafts `i32[R, num_speculative_tokens]`, and the cache. Those beyond `num_drafts` of a
             row mean nothing.
         """
-        draft = self.call.draft
-        assert draft is not None
-        behind = rows.behind.astype(jnp.int32)
-        newest = jnp.where(rows.behind, rows.second, rows.last)
-        tokens = jnp.stack([newest, rows.last], axis=1)
-        q_lens = jnp.where(rows.live, 1 + behind, 0)
-        packed, hidden, layers = self._run(draft, layers, tokens, rows.lens - behind, q_lens)
+        draft, recent = self.call.draft, rows.recent
+        assert draft is not None and recent is not None
+        lens, q_lens = rows.lens + 1 - recent.counts, jnp.where(rows.live, recent.counts, 0)
+        packed, hidden, layers = self._run(
+            draft, layers, recent.tokens, lens, q_lens, recent.before
+        )
         hidden = hidden[jnp.maximum(packed.ends - 1, 0)]
         drafts: list[jax.Array] = []
         for index in range(self.config.num_speculative_tokens):
             is_drawn = index < num_drafts  # of live rows only
             if index:
-                hidden, layers = self._draft_one(rows, is_drawn, drafts[-1], index, layers)
+                hidden, layers = self._draft_next(rows, is_drawn, drafts[-1], hidden, index, layers)
             lens = rows.lens + 1 + index
             drawn, *_ = draw(draft, self.state, draft.logits(hidden), self.slots, is_drawn, lens)
             drafts.append(jnp.maximum(drawn, 0))  # -1 is of bad logits
         return jnp.stack(drafts, axis=1), layers
 
-    def _draft_one(
+    def _draft_next(
         self,
         rows: _Rows,
         computes: jax.Array,
         tokens: jax.Array,
+        before: jax.Array,
         offset: int,
         layers: tuple[LayerKV, ...],
     ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
-        """Run the draft model on a token of rows `bool[R]`, this many places behind `rows.lens`.
+        """Run the draft model on a draft of rows `bool[R]`, this many places behind `rows.lens`.
 
         Returns:
-            The hidden states `[R, E]`, and the cache.
+            The hidden states `[R, D]`, and the cache.
         """
         draft = self.call.draft
         assert draft is not None
         slots = jnp.where(computes, self.slots, self.state.table.max_seqs)
-        positions = jnp.where(computes, rows.lens + offset, 0)
-        seen = self._seen(draft, layers, rows.lens + offset + 1)
         seen, hidden, *_ = draft.hidden(
-            seen, tokens, slots, positions, decode_rows=slots, chunks=None
+            self._seen(draft, layers, rows.lens + offset + 1),
+            tokens,
+            slots,
+            jnp.where(computes, rows.lens + offset, 0),
+            decode_rows=slots,
+            chunks=None,
+            before=None if self.state.last_hidden is None else before,
         )
         return hidden, seen.pool.layers
 
-    def catch_up(self, rows: _Rows, layers: tuple[LayerKV, ...]) -> tuple[LayerKV, ...]:
-        """Store what the draft model, if there is one, is behind at the end of a call."""
+    def recent_at_start(self, last: jax.Array) -> _Recent | None:
+        """Return what the draft model computes first: the newest token of each row `i32[R]`."""
         if self.call.draft is None:
-            return layers
-        return self._draft_one(rows, rows.behind, rows.second, -1, layers)[1]
+            return None
+        size, before = (last.size, 2), None
+        if (last_hidden := self.state.last_hidden) is not None:
+            size = last.size, self.config.tokens_of_step
+            first = last_hidden.at[self.slots].get(mode="fill", fill_value=0)
+            before = jnp.zeros((*size, first.shape[1]), first.dtype).at[:, 0].set(first)
+        tokens = jnp.zeros(size, jnp.int32).at[:, 0].set(last)
+        return _Recent(tokens=tokens, counts=jnp.ones_like(last), before=before)
+
+    def finish_drafts(
+        self, rows: _Rows, layers: tuple[LayerKV, ...]
+    ) -> tuple[jax.Array | None, tuple[LayerKV, ...]]:
+        """Store what the draft model, if there is one, has not stored at the end of a call.
+
+        Returns:
+            The new `EngineState.last_hidden`, and the cache.
+        """
+        last_hidden, recent = self.state.last_hidden, rows.recent
+        if (draft := self.call.draft) is None or recent is None:
+            return last_hidden, layers
+        earlier, lens = recent.counts - 1, rows.lens + 1 - recent.counts  # all but the newest
+        *_, layers = self._run(draft, layers, recent.tokens, lens, earlier, recent.before)
+        if last_hidden is not None and recent.before is not None:
+            new = jnp.take_along_axis(recent.before, earlier[:, None, None], axis=1)[:, 0]
+            last_hidden = last_hidden.at[self.slots].set(new, mode="drop")
+        return last_hidden, layers
 
 
 def speculate(call: Call, state: EngineState) -> Result:
@@ -320,8 +351,7 @@ def speculate(call: Call, state: EngineState) -> Result:
         last=last,
         live=live,
         ended=ended,
-        second=jnp.zeros_like(last),
-        behind=jnp.zeros_like(live),
+        recent=verification.recent_at_start(last),
     )
     shapes = jax.eval_shape(verification.step, rows, state.history, state.pool.layers)
     outputs, counted = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[3:])
@@ -333,7 +363,7 @@ def speculate(call: Call, state: EngineState) -> Result:
         lambda c: (c[0] < batch.num_verifications) & c[-1], body, carry
     )
 
-    layers = verification.catch_up(rows, layers)
+    last_hidden, layers = verification.finish_drafts(rows, layers)
     # Pages without a token are free again. The last page of a row is its own, so nothing is copied.
     tables = [truncate(x, verification.with_lens(x, rows.lens))[0] for x in state.tables]
     places = start + jnp.arange(most, dtype=jnp.int32)[:, None]
@@ -348,6 +378,7 @@ def speculate(call: Call, state: EngineState) -> Result:
         state.with_tables(tables),
         pool=KVPool(layers=layers),
         history=history,
+        last_hidden=last_hidden,
         slots=replace(old, last_token_ids=last_token_ids, finished=finished),
     )
     return state, output_of(state, outputs[0], mappings, outputs[1], drafts=counted)

@@ -79,6 +79,8 @@ class EngineState:
         history: the tokens of the slots, in which drafts are looked for; None if the engine never
             speculates.
         counts: the tokens that penalties look at; None without penalties.
+        last_hidden: `[S, D]`, what a `DraftHead` takes of the newest token whose K/V are stored; 0
+            if the row has computed none. None without a head.
     """
 
     table: PageTable
@@ -89,6 +91,7 @@ class EngineState:
     kept_tokens: int = field(default=0, metadata=dict(static=True))
     history: History | None = None
     counts: TokenCounts | None = None
+    last_hidden: Array | None = None
 
     @property
     def tables(self) -> tuple[PageTable, ...]:
@@ -133,7 +136,9 @@ def update_tables(state: EngineState, updates: tuple[TableArrays, ...]) -> Engin
         valid &= jnp.all(retained | (update.retained >= table.num_pages))  # or padding
         valid &= jnp.all(attached | (update.slots >= table.max_seqs))
         tables.append(table)
-    return replace(state.with_tables(tables), valid=valid)
+    if (last_hidden := state.last_hidden) is not None:
+        last_hidden = jnp.where(updates[0].freed[:, None], 0, last_hidden)
+    return replace(state.with_tables(tables), valid=valid, last_hidden=last_hidden)
 
 
 def extend_all(
@@ -164,7 +169,10 @@ def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
         tables.append(table)
     each = (copy_pages(KVPool(layers=(x,)), copies[x.num_pages]) for x in state.pool.layers)
     pool = KVPool(layers=tuple(chain.from_iterable(one.layers for one in each)))
-    return replace(state.with_tables(tables), pool=pool, valid=valid)
+    if (last_hidden := state.last_hidden) is not None:
+        last_hidden = last_hidden.at[dst].set(last_hidden[src], mode="drop")
+    state = replace(state.with_tables(tables), pool=pool, valid=valid)
+    return replace(state, last_hidden=last_hidden)
 
 
 def set_slots(state: EngineState, indices: jax.Array, values: SlotStates) -> EngineState:
@@ -197,8 +205,8 @@ def set_history(
 
 # What changes of a state take and change: the fewer arrays, the sooner the call is dispatched.
 CHANGES: dict[Callable[..., EngineState], tuple[str, ...]] = {
-    update_tables: ("table", "window_table", "valid"),
-    fork: ("table", "window_table", "valid", "pool"),
+    update_tables: ("table", "window_table", "valid", "last_hidden"),
+    fork: ("table", "window_table", "valid", "pool", "last_hidden"),
     set_slots: ("slots",),
     set_history: ("history",),
 }

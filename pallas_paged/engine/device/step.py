@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.decoder.peers import Peers
-from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend, decode_places
+from pallas_paged.engine.device.attend import decode_places
 from pallas_paged.engine.device.batch import (
     NOT_SAMPLED,
-    Batch,
     ChunkBatch,
-    Mappings,
     StepOutput,
     output_of,
 )
+from pallas_paged.engine.device.call import Call, follow
 from pallas_paged.engine.device.state import EngineState, extend_all
-from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
@@ -28,137 +25,12 @@ from pallas_paged.engine.sampling.sampler import (
     process_logits,
     sample,
 )
-from pallas_paged.pages.layer import LayerKV
-from pallas_paged.pages.pool import KVPool
-from pallas_paged.pages.table import PageTable, free_before, slot_mapping
+from pallas_paged.pages.table import PageTable, free_before
 
 _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
 
 
 Result = tuple[EngineState, StepOutput]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """What a call runs, while it is traced.
-
-    Attributes:
-        model, params, batch, kernels, peers: as given.
-        draft: what it runs of the draft model, if there is one; that has no `draft`.
-        first_layer: of the model, in the pool: a draft model's layers follow those of its target.
-    """
-
-    model: Model
-    params: Any
-    batch: Batch
-    kernels: AttentionKernels
-    peers: Peers | None
-    draft: Call | None = None
-    first_layer: int = 0
-
-    def hidden(
-        self,
-        state: EngineState,
-        tokens: jax.Array,
-        token_rows: jax.Array,
-        positions: jax.Array,
-        *,
-        decode_rows: jax.Array,
-        chunks: ChunkBatch | None,
-    ) -> tuple[EngineState, jax.Array, Mappings, jax.Array | None]:
-        """Run the model on new tokens.
-
-        Args:
-            state: with pages for the tokens.
-            tokens, token_rows, positions: `i32[T]`; rows of padding are out of range.
-            decode_rows, chunks: which of the tokens these are, as in `PagedAttend`.
-
-        Returns:
-            The state with their K and V, the hidden states `[T, E]`, where K and V are, and the
-            experts `i32[T, L, k]` if the mode asks for them.
-
-        Raises:
-            ValueError: while tracing: the hidden states are not `[T, E]`, the cache is not what
-                `attend` returned for each layer, or given experts were not used.
-        """
-        mappings = tuple(slot_mapping(table, token_rows, positions) for table in state.tables)
-        spec, pool, windows = self.model.kv_cache_spec, state.pool.layers, None
-        before, end = pool[: self.first_layer], self.first_layer + spec.num_layers
-        cache = pool[self.first_layer : end]
-        if len(mappings) > 1:
-            windows = state.tables[1], mappings[1], int(spec.groups[1].sliding_window or 0)
-        attend = PagedAttend(
-            state.table,
-            mappings[0],
-            decode_rows,
-            chunks,
-            num_kv_heads=[spec.of(group).num_kv_heads for group in spec.groups],
-            kernels=self.kernels,
-            peers=self.peers,
-            windows=windows,
-        )
-        positions = jnp.maximum(positions, 0)
-        hidden, layers = self.model(self.params, tokens, positions, attend, cache)
-        if hidden.ndim != 2 or len(hidden) != len(tokens):
-            size = f"[T={len(tokens)}, E]"
-            raise ValueError(f"the model's hidden states must be {size}: {hidden.shape=}")
-        if len(layers) != len(cache):
-            raise ValueError(f"the model's cache must have {len(cache)} layers, not {len(layers)}")
-        for index, (new, old) in enumerate(zip(layers, cache, strict=True)):
-            if not isinstance(new, LayerKV) or new.k_pages is old.k_pages:
-                what = f"layer {index} of the model's cache"
-                raise ValueError(f"{what} must be what `attend` returned")
-        if attend.ignores_experts:
-            raise ValueError("the model must use attend.routed_experts to take given experts")
-        state = replace(state, pool=KVPool(layers=(*before, *layers, *pool[end:])))
-        experts = attend.recorded if self.batch.mode.routed_experts else None
-        return state, hidden, mappings, experts
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits `f32[S, vocab_size]` of hidden states `[S, E]`.
-
-        Raises:
-            ValueError: while tracing: the model's are others.
-        """
-        logits = self.model.logits(self.params, hidden)
-        wanted = len(hidden), self.model.vocab_size
-        if logits.shape != wanted or logits.dtype != jnp.float32:
-            raise ValueError(
-                f"the model's logits must be f32{[*wanted]}, as of model.vocab_size, not "
-                f"{logits.dtype}{[*logits.shape]}"
-            )
-        return logits
-
-
-def follow(
-    call: Call,
-    state: EngineState,
-    *new: jax.Array,
-    decode_rows: jax.Array,
-    chunks: ChunkBatch | None,
-    after: Logprobs | jax.Array,
-) -> EngineState:
-    """Store the K and V that the draft model, if there is one, has of what `call` computes.
-
-    So each page has those of both models: one that is shared, copied or cached lacks nothing.
-
-    Args:
-        call, state, new, decode_rows, chunks: as in `Call.hidden`.
-        after: the last result of the model's own that devices add up: they add up one thing at a
-            time.
-    """
-    if call.draft is None:
-        return state
-    tokens, *others = new
-    if call.peers is not None:
-        last = after if isinstance(after, jax.Array) else after.rank
-        tokens = jnp.where(jnp.any(last < NOT_SAMPLED), 0, tokens)
-    if chunks is not None:  # those are the experts of the other model
-        chunks = replace(chunks, routed_experts=None)
-    # A draft model's layers are in the pool of those that see all tokens.
-    alone = replace(state, window_table=None)
-    alone, *_ = call.draft.hidden(alone, tokens, *others, decode_rows=decode_rows, chunks=chunks)
-    return replace(state, pool=alone.pool)
 
 
 def decode(call: Call, state: EngineState) -> Result:
@@ -175,8 +47,17 @@ def decode(call: Call, state: EngineState) -> Result:
         logits = call.logits(hidden)
         state, drawn, logprobs = _sample(call, state, logits, batch.decode_slots, rows, lens)
         after = drawn if logprobs is None else logprobs
-        new = tokens, rows, lens - 1
-        state = follow(call, state, *new, decode_rows=rows, chunks=None, after=after)
+        state = follow(
+            call,
+            state,
+            tokens,
+            rows,
+            lens - 1,
+            hidden=hidden,
+            decode_rows=rows,
+            chunks=None,
+            after=after,
+        )
         goes_on = ~state.slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
         return state, (drawn, mappings, logprobs, experts), jnp.all(ok) & jnp.any(goes_on)
@@ -236,8 +117,17 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
         last = drawn if logprobs is None else logprobs.rank
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
         prompt_logprobs = after = _prompt_logprobs(call, hidden, targets)
-    new = tokens, token_rows, positions
-    state = follow(call, state, *new, decode_rows=rows, chunks=chunks, after=after)
+    state = follow(
+        call,
+        state,
+        tokens,
+        token_rows,
+        positions,
+        hidden=hidden,
+        decode_rows=rows,
+        chunks=chunks,
+        after=after,
+    )
     logprobs = jax.tree.map(lambda x: x[None], logprobs)
     output = output_of(state, drawn[None], mappings, logprobs, experts, prompt_logprobs)
     return state, replace(output, pooled=_pooled(chunks, hidden))

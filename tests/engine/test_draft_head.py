@@ -63,10 +63,10 @@ def test_a_head_gets_the_hidden_states_of_the_tokens_before():
     assert tokens_of(requests) == tokens_of(serve(plain(), prompts, mixed()))
     accepted, drafted = accepted_and_drafted(engine)
     assert accepted == drafted > 40 and engine.stats().num_preemptions > 0
-    again = serve(engine, prompts[:1], greedy(max_tokens=30))  # from the prefix cache
-    assert tokens_of(again) == tokens_of(requests[:1]) and engine.stats().prefix_cache_hits > 0
-    accepted, drafted = accepted_and_drafted(engine)
-    assert accepted == drafted
+    for _ in range(2):  # the second finds the prompt in the prefix cache
+        again = serve(engine, prompts[:1], greedy(max_tokens=30))
+        assert tokens_of(again) == tokens_of(requests[:1])
+    assert engine.stats().prefix_cache_hits > 0
     assert_every_page_is_free(engine)
 
 

@@ -108,3 +108,12 @@ def test_a_head_has_k_and_v_of_its_own():
 def test_a_config_without_a_usable_head_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(speculative_config=given)
+
+
+def test_a_head_that_takes_hidden_states_of_another_size_is_refused():
+    class Wide(MeanHead):
+        def read_hidden(self, params, hidden):
+            return hidden
+
+    with pytest.raises(ValueError, match=r"must return \[T=16, hidden_size=32\], not \(16, 33\)"):
+        drafting(head=Wide())

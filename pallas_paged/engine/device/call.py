@@ -165,10 +165,18 @@ class Packed(NamedTuple):
 
 
 def read_hidden(call: Call, hidden: jax.Array, dtype: Any) -> jax.Array:
-    """Return what the `DraftHead` of a call takes of the model's hidden states `[T, E]`."""
+    """Return what the `DraftHead` of a call takes of the model's hidden states `[T, E]`.
+
+    Raises:
+        ValueError: while tracing: it is not `[T, hidden_size]`.
+    """
     assert call.draft is not None
     head: Any = call.draft.model
-    return head.read_hidden(call.draft.params, hidden).astype(dtype)
+    found = head.read_hidden(call.draft.params, hidden)
+    if found.shape != (len(hidden), head.hidden_size):
+        size = f"[T={len(hidden)}, hidden_size={head.hidden_size}]"
+        raise ValueError(f"read_hidden of the draft head must return {size}, not {found.shape}")
+    return found.astype(dtype)
 
 
 def follow(

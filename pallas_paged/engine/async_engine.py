@@ -214,7 +214,7 @@ class AsyncEngine:
         self._engine.replicas.check_usable()
         inputs, shape = self._engine._inputs, None
         if routed_experts is not None:  # its first call traces the model
-            shape = await self._call(self._engine._experts_shape)
+            shape = await self._call(lambda: self._engine.replicas[0].runner.routed_experts_shape)
         requests = score_requests(inputs, prompts, completions, routed_experts, shape)
         await self._serve_to_end([request for request in requests if request is not None])
         return scores_of(requests)

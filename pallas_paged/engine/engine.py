@@ -2,7 +2,7 @@
 
 The scheduler decides what each call computes, the runner packs that into a batch, and one jitted
 call runs it: a step of decoding sequences and chunks of prompts, or up to `num_scheduler_steps`
-decode steps in a loop on the device. The next call is dispatched before the tokens of the last are
+decode steps in a loop on the device. The next call is dispatched before the last one's tokens are
 read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill from Sarathi-Serve
 (Agrawal et al., OSDI 2024), preemption by recomputing from vLLM (Kwon et al., SOSP 2023).
 """
@@ -19,7 +19,6 @@ import numpy as np
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import interrupts_held, progress_bar
-from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replica import stats_of
@@ -27,12 +26,7 @@ from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests import input_processor as inputs
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
-from pallas_paged.engine.sampling_params import (
-    PoolingParams,
-    SamplingMode,
-    SamplingParams,
-    WarmupParams,
-)
+from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams, WarmupParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 from pallas_paged.pages.table import PageTable
 
@@ -132,10 +126,7 @@ class Engine:
         return self.replicas.take_outputs()
 
     def stream(self, request: Request) -> Iterator[RequestOutput]:
-        """Step until a request is finished; yield what is new of it, from its beginning on.
-
-        Other requests go on meanwhile. Closing the iterator before its end aborts the request.
-        """
+        """Step until a request is finished; yield what is new of it. Closing this aborts it."""
         self.replicas.find(request)
         unread = UnreadOutputs(request)
         try:
@@ -206,9 +197,8 @@ class Engine:
             routed_experts: integers `[P + T - 1, L, k]` for each, experts to use in place of the
                 router's: of each token but the last, and of each of the model's L layers with
                 experts, as `CompletionOutput.routed_experts` has them. Rows below 0 may follow, as
-                padding. Their weights are those of this model's router. Below 0: the router's own.
-                What an index does that the model does not have, it decides: by those of `models/`
-                no expert computes. None: the router's own.
+                padding. Their weights are those of this model's router. Below 0, and None: its own
+                choice. For an index that the model lacks, no expert of `models/` computes.
 
         Returns:
             `f32[B, T]`, log-probability of each token of each completion under the raw logits,
@@ -220,7 +210,7 @@ class Engine:
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
-        shape = None if routed_experts is None else self._experts_shape()
+        shape = None if routed_experts is None else self.replicas[0].runner.routed_experts_shape
         requests = inputs.score_requests(self._inputs, prompts, completions, routed_experts, shape)
         self._run([request for request in requests if request is not None], progress=False)
         return inputs.scores_of(requests)
@@ -267,12 +257,7 @@ class Engine:
         Raises:
             ValueError: the parameters do not fit; nothing has changed.
         """
-        self.replicas.update_params(
-            params,
-            reset_prefix_cache=reset_prefix_cache,
-            restart_running=restart_running,
-            draft_params=draft_params,
-        )
+        self.replicas.update_params(params, draft_params, reset_prefix_cache, restart_running)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -297,12 +282,7 @@ class Engine:
                     replica.runner.executor.wake_up()
                 self.is_sleeping = False
 
-    def warmup(
-        self,
-        params: WarmupParams = None,
-        *,
-        progress: bool = False,
-    ) -> None:
+    def warmup(self, params: WarmupParams = None, *, progress: bool = False) -> None:
         """Compile every shape that a step may have, so that nothing compiles later.
 
         Args:
@@ -311,18 +291,17 @@ class Engine:
 
         Raises:
             ValueError: the engine is not idle.
+            RuntimeError: it sleeps.
         """
-        self.replicas.warmup(self._modes_to_compile(params), progress)
+        self._check_awake()
+        self.replicas.warmup(params, progress)
 
     def start_warmup(self, params: WarmupParams = None, *, progress: bool = False) -> Future[None]:
         """Compile what can serve such requests, and the rest in threads while the engine serves.
 
         A batch whose own step is not compiled yet runs in a larger one: it takes longer, and its
         tokens may differ by the rounding of other batch sizes. Where other processes compute too,
-        all is compiled at once.
-
-        Args:
-            params, progress: as of `warmup`.
+        all is compiled at once. The arguments are those of `warmup`.
 
         Returns:
             Done when all is compiled. If a step can't be compiled, the log says so, its batches run
@@ -330,9 +309,10 @@ class Engine:
             it, and waits for programs that compile.
 
         Raises:
-            ValueError: the engine is not idle.
+            The errors of `warmup`.
         """
-        return self.replicas.start_warmup(self._modes_to_compile(params), progress)
+        self._check_awake()
+        return self.replicas.start_warmup(params, progress)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
@@ -406,15 +386,6 @@ class Engine:
                 for request in requests:
                     self.replicas.abort(request)
             raise
-
-    def _modes_to_compile(self, params: WarmupParams) -> list[SamplingMode]:
-        self.replicas.check_usable()
-        if not self.idle or self.is_sleeping:
-            raise ValueError("warmup must run while the engine is awake and idle")
-        return modes_for(params)
-
-    def _experts_shape(self) -> tuple[int, int] | None:
-        return self.replicas[0].runner.routed_experts_shape
 
     def _step(self) -> None:
         self._check_awake()

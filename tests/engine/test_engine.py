@@ -109,7 +109,7 @@ def test_nothing_is_compiled_after_warmup(compilations, params, load, num_compil
     for one in load:
         submit(engine, PROMPTS, one)
         step(engine)
-    with pytest.raises(ValueError, match="warmup must run while the engine is awake and idle"):
+    with pytest.raises(ValueError, match="warmup must run while the engine is idle"):
         engine.warmup()
     engine.abort(engine.submit([1], greedy()))
     run(engine)

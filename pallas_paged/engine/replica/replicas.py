@@ -17,13 +17,14 @@ from pallas_paged.engine.device.compilation import BackgroundCompilation
 from pallas_paged.engine.device.executor import EngineDeadError, Executor, interrupts_held
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect
+from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.device.runner import WarmupStep
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replica import Replica
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.sampling_params import SamplingMode, WarmupParams
 from pallas_paged.pages.prefix_cache import Block, chained_hash
 
 _MIN_PAGES = 2  # a shorter prefix is computed sooner than it is worth a longer queue
@@ -247,12 +248,7 @@ class Replicas:
             replica.drain()
 
     def update_params(
-        self,
-        params: Any,
-        *,
-        reset_prefix_cache: bool,
-        restart_running: bool,
-        draft_params: Any = None,
+        self, params: Any, draft_params: Any, reset_prefix_cache: bool, restart_running: bool
     ) -> None:
         """Use other parameters from the next call on, as `Engine.update_params`."""
         self.check_alive()
@@ -300,29 +296,35 @@ class Replicas:
             replica.sleep()
         self._router.reset()
 
-    def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
-        """Compile the steps of all shapes in these modes."""
-        if self._compiling is not None:
-            self._compiling.join()
+    def warmup(self, params: WarmupParams, progress: bool) -> None:
+        """Compile the steps of all shapes for such requests."""
+        modes = self._modes_for(params)
         for replica in self._all:  # later ones find more in JAX's caches
             replica.runner.warmup(modes, progress)
 
-    def start_warmup(self, modes: list[SamplingMode], progress: bool) -> Future[None]:
-        """Compile what can serve requests of these modes, and start to compile the rest.
+    def start_warmup(self, params: WarmupParams, progress: bool) -> Future[None]:
+        """Compile what can serve such requests, and start to compile the rest.
 
         Returns:
             As of `Engine.start_warmup`.
         """
         rest: list[WarmupStep] = []
         if self.num_processes > 1:  # all make their calls in the same order
-            self.warmup(modes, progress)
+            self.warmup(params, progress)
         else:
-            if self._compiling is not None:
-                self._compiling.join()
+            modes = self._modes_for(params)
             for replica in self._all:
                 rest += replica.runner.start_warmup(modes, progress)
         self._compiling = BackgroundCompilation(rest)
         return self._compiling.done
+
+    def _modes_for(self, params: WarmupParams) -> list[SamplingMode]:
+        """Return the modes to compile, once no thread compiles any more."""
+        if not self.idle:
+            raise ValueError("warmup must run while the engine is idle")
+        if self._compiling is not None:
+            self._compiling.join()
+        return modes_for(params)
 
     @contextmanager
     def fatal(self, *, only_if_multi_process: bool = False) -> Iterator[None]:

@@ -7,7 +7,7 @@ come without drafts, sampled ones too. Leviathan et al., "Fast Inference from Tr
 Speculative Decoding", ICML 2023, whose sampler is for draws that nothing ties together.
 
 A draft model draws with the same keys and filters, so that its tokens are those of the model as
-often as the two think alike. It stores K and V of its own in the same pages: `step.follow`.
+often as the two think alike. It stores K and V of its own in the same pages: `call.follow`.
 
 Pages are taken once, for the most tokens that the host has asked for. How many there are is a part
 of the loop's state, and in the end the pages of the others are free again: nothing is copied.

@@ -197,7 +197,8 @@ def command(checkpoint, capsys):
 def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, monkeypatch):
     there = mesh(2)
 
-    def engine(model, weights, *, config, tokenizer):
+    def engine(model, weights, *, config, tokenizer, draft_params):
+        assert draft_params is None
         assert (config.tensor_parallel_size, config.data_parallel_size) == (2, 3)
         assert model.config.num_kv_heads == 2
         for x in jax.tree.leaves(weights):

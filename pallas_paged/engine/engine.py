@@ -309,7 +309,8 @@ class Engine:
             it, and waits for programs that compile.
 
         Raises:
-            The errors of `warmup`.
+            ValueError: the engine is not idle.
+            RuntimeError: it sleeps.
         """
         self._check_awake()
         return self.replicas.start_warmup(params, progress)

@@ -1,5 +1,7 @@
 """Requests served with the drafts of a head have the tokens that they have without."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
     assert_every_page_is_free,
+    drafts_of,
     greedy,
     make_engine,
     sampling,
@@ -35,7 +38,7 @@ def drafting(model=MEAN, params=WEIGHTS, head=HEAD, draft_params=WEIGHTS, calls=
     options = dict(num_pages=22, modes=MODES, speculative_config=config_of(head)) | options
     engine = make_engine(model, params, draft_params=draft_params, **options)
     steps_of(engine, 4)
-    engine.replicas[0].drafting.num_for = lambda num_rows: K if calls is None else next(calls)
+    drafts_of(engine, K if calls is None else partial(next, calls))
     return engine
 
 

@@ -17,6 +17,7 @@ from tests.support.engine_calls import (
     NumberTokenizer,
     assert_copies_no_pool,
     assert_every_page_is_free,
+    drafts_of,
     greedy,
     make_engine,
     reasons_of,
@@ -49,13 +50,12 @@ def config_of(draft, num_drafts=K):
     return dict(method="draft_model", model=draft, num_speculative_tokens=num_drafts)
 
 
-def drafting(draft_params=WEIGHTS, draft=DRAFT, *, num_drafts=lambda: K, modes=MODES, **options):
+def drafting(draft_params=WEIGHTS, draft=DRAFT, *, num_drafts=K, modes=MODES, **options):
     """An engine that verifies drafts whenever it can, or as `num_drafts` says for each call."""
     options = SIZES | dict(speculative_config=config_of(draft)) | options
     engine = make_engine(draft_params=draft_params, modes=modes, **options)
     steps_of(engine, 4)
-    for replica in engine.replicas:
-        replica.drafting.num_for = lambda num_rows: num_drafts()
+    drafts_of(engine, num_drafts)
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Tokens of which a grammar leaves no choice: no steps draw them, and they are the same."""
+"""Tokens that a grammar forces take no steps, and are the tokens that steps would draw."""
 
 import itertools
 import random

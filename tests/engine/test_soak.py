@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.engine_calls import MODEL
+from tests.support.engine_calls import MODEL, drafts_of
 from tests.support.marks import slow
 from tests.support.soak import soak_engine, storm
 
@@ -42,7 +42,7 @@ def test_a_storm_with_drafts_gives_what_requests_get_alone_without(caching):
     engine = soak_engine(
         MODEL, enable_prefix_caching=caching, watermark=0.0, speculative_config=config
     )
-    engine.replicas[0].drafting.num_for = lambda num_rows: 3 * int(rng.random() < 0.7)
+    drafts_of(engine, lambda: 3 * int(rng.random() < 0.7))
     num_steps = lambda: int(rng.choice(ANY))  # noqa: E731
     storm(engine, MODEL, rng, num_requests=300, num_steps=num_steps)
     stats = engine.stats()

@@ -21,6 +21,7 @@ from tests.support.engine_calls import (
     NumberTokenizer,
     assert_copies_no_pool,
     assert_every_page_is_free,
+    drafts_of,
     greedy,
     make_engine,
     reasons_of,
@@ -55,8 +56,7 @@ def speculating(model=MODEL, num_steps=4, params=None, config=CONFIG, modes=MODE
     options = SIZES | dict(speculative_config=config) | options
     engine = make_engine(model, params, modes=modes, **options)
     steps_of(engine, num_steps)
-    for replica in engine.replicas:
-        replica.drafting.num_for = lambda num_rows: K
+    drafts_of(engine, K)
     return engine
 
 

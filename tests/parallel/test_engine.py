@@ -23,6 +23,7 @@ from tests.support.engine_calls import (
     SIZES,
     WIDE,
     assert_every_page_is_free,
+    drafts_of,
     greedy,
     make_engine,
     run,
@@ -345,7 +346,7 @@ def test_drafts_on_two_devices_leave_the_tokens_as_they_are():
     )
     engine = mesh_engine(modes=GREEDY, speculative_config=config)
     steps_of(engine, 4)
-    engine.replicas[0].drafting.num_for = lambda num_rows: 3
+    drafts_of(engine, 3)
     wanted = tokens_of(serve(one_device(), prompts, params))
     assert tokens_of(serve(engine, prompts, params)) == wanted
     assert engine.stats().spec_decode_num_accepted_tokens > 0
@@ -360,7 +361,7 @@ def test_a_draft_model_on_two_devices_leaves_the_tokens_as_they_are():
     config = dict(method="draft_model", model=draft, num_speculative_tokens=2)
     engine = mesh_engine(modes=GREEDY, draft_params=of_draft, speculative_config=config)
     steps_of(engine, 4)
-    engine.replicas[0].drafting.num_for = lambda num_rows: 2
+    drafts_of(engine, 2)
     wanted = tokens_of(serve(one_device(), PROMPTS[:3], greedy(max_tokens=20)))
     assert tokens_of(serve(engine, PROMPTS[:3], greedy(max_tokens=20))) == wanted
     assert engine.stats().spec_decode_num_draft_tokens > 20

@@ -1,4 +1,4 @@
-"""Models and heads of which it is known what the heads draft."""
+"""Models, and heads whose drafts are known."""
 
 from dataclasses import dataclass
 

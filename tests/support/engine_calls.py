@@ -100,6 +100,12 @@ def steps_of(engine: Engine, num_steps: Any) -> None:
         replica.step_policy = num_steps if callable(num_steps) else lambda: num_steps
 
 
+def drafts_of(engine: Engine, num_drafts: Any) -> None:
+    """Let calls verify this many drafts of a row; a function is called each time."""
+    for replica in engine.replicas:
+        replica.drafting.num_for = lambda _: num_drafts() if callable(num_drafts) else num_drafts
+
+
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:
     """Step until the engine is idle and return all outputs; fail after `max_steps`."""
     outputs: list[RequestOutput] = []

@@ -95,7 +95,7 @@ def _warm_up(engine: Engine, defaults: dict[str, Any] | None, *, waits: bool) ->
         own = SamplingParams(**defaults)
         params = [own, SamplingParams(temperature=0.0), replace(own, structured_outputs=_GRAMMAR)]
     if importlib.util.find_spec("llguidance") is None:
-        params.pop()
+        params.pop()  # the one with a grammar
     done = None
     if waits:
         engine.warmup(params, progress=True)
@@ -112,4 +112,4 @@ def _end_of_warmup(done: Future[None], start: float) -> None:
     if done.exception() is None:
         say(f"compiled all programs in {time.perf_counter() - start:.0f} s")
     gc.collect()
-    gc.freeze()  # as the server did before
+    gc.freeze()  # the new traces, as `run` did with all before

@@ -252,7 +252,7 @@ class Engine:
                 theirs, but others will not find them.
             restart_running: whether unfinished requests begin again from their prompts; otherwise
                 they go on, with the K/V of the old weights for the tokens that they have.
-            draft_params: likewise, of the draft model; None: those that it has.
+            draft_params: likewise, of the draft model; None keeps its weights.
 
         Raises:
             ValueError: the parameters do not fit; nothing has changed.

@@ -7,6 +7,7 @@ and V, where they share an array. Functions index pages by these letters, so no 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -84,6 +85,11 @@ class PageLayout:
     def size(self, shape: tuple[int, ...], letter: str) -> int:
         """Return the size of an axis of pages with all axes."""
         return shape[self.axes.index(letter)]
+
+    @staticmethod
+    def strides(axes: str, shape: tuple[int, ...]) -> dict[str, int]:
+        """Return the elements from one index of each axis to the next, where none is padded."""
+        return {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the caller's pages with all axes.

@@ -34,7 +34,7 @@ class CallPiece(NamedTuple):
         number: of the call in its answer, from 0 on.
         name: of the tool, in the call's first piece; empty in others.
         arguments: the next piece of the text of a JSON object, as the model wrote it.
-        is_last: whether the call is complete. One that never is was cut off, or was no valid call.
+        is_last: whether the call is complete. A call without a last piece was cut off or invalid.
     """
 
     number: int
@@ -270,7 +270,7 @@ class _CallFinder:
         return None if named is None else cls(named[1], named.end())
 
     def read(self, body: str) -> None:
-        """Go on to the end of a text, of which the beginning has been read."""
+        """Go on to the end of a text whose beginning has been read."""
         while True:
             found = (_STRUCTURE if self._string is None else _IN_STRING).search(body, self._at)
             if found is None:

@@ -217,7 +217,7 @@ def follow(
         before = jnp.where(jnp.pad(continues, (1, 0))[:, None], jnp.roll(read, 1, axis=0), first)
         ends = jnp.where(jnp.pad(continues, (0, 1)), len(last_hidden), token_rows)
         last_hidden = last_hidden.at[ends].set(read, mode="drop")
-    # A draft model's layers are in the pool of those that see all tokens.
+    # A draft model's layers are in the pool of layers without a window.
     alone, *_ = call.draft.hidden(
         replace(state, window_table=None),
         tokens,

@@ -82,7 +82,7 @@ def compile_all(
 ) -> None:
     """Compile programs in threads, and wait for them.
 
-    Those that the cache lacks are lowered in order, one after another.
+    Programs that the cache lacks are lowered in order, one after another.
 
     Args:
         compilations: of the programs.

@@ -24,7 +24,7 @@ def add_tokens(
     Args:
         history: of all slots.
         slots: `i32[R]` or `i32[R, 1]`, out of range for padding.
-        places: `i32[..., R]` or `i32[R, W]`, of the tokens; out of range for those that are none.
+        places: `i32[..., R]` or `i32[R, W]`, of the tokens; out of range for padding.
         token_ids: likewise.
     """
     tokens = jnp.maximum(token_ids, 0)  # -1 is of bad logits, which end a row

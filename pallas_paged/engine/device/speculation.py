@@ -36,13 +36,13 @@ from pallas_paged.pages.table import PageTable, slot_mapping, truncate
 
 @pytree
 class _Recent:
-    """The newest tokens of R rows, of which the draft model must store K and V.
+    """The newest tokens of R rows, whose K and V the draft model stores next.
 
     Of a draft model it is the newest, and the one before if the last draft was right. A head stores
     those of all drafts that were right anew: now the model's hidden states before them are known.
 
     Attributes:
-        tokens: `i32[R, W]`, of which a row has the first `counts`.
+        tokens: `i32[R, W]`, the first `counts` of each row; others mean nothing.
         counts: `i32[R]`.
         before: `[R, W, D]`, what a `DraftHead` takes of the token before each; None without one.
     """
@@ -192,7 +192,7 @@ class _Verification:
         Args:
             call: of the model.
             layers: the cache.
-            tokens: `i32[R, W]`, of which a row has the first `q_lens`.
+            tokens: `i32[R, W]`, the first `q_lens` of each row; others mean nothing.
             lens, q_lens: `i32[R]`, tokens before those, and their number.
             before: `[R, W, D]`, for a head.
 

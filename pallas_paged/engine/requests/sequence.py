@@ -183,7 +183,7 @@ class Sequence:
         return np.concatenate([prompt, new])[: len(self.token_ids) - 1]
 
     def end_of_prompt(self) -> FinishReasonName:
-        """Return the finish reason of a sequence of which only the prompt was wanted."""
+        """Return the finish reason of a request for its prompt alone."""
         pooled = self.request.pooled
         if pooled is not None and not np.isfinite(pooled).all():
             return self.request.fail(ValueError("the model's hidden states are NaN or infinite"))

@@ -333,12 +333,8 @@ class Emitter:
         return elements_of(self._utils.bitcast(x, self._ir.VectorType.get((2,), self._i32)))
 
     def value(self, x: Any) -> Any:
-        """Return the thread's value of an argument i32`[128]` with the layout `THREADS`."""
+        """Return the thread's word of an argument `[128]` of 32 bits with the layout `THREADS`."""
         return self._utils.bitcast(x.registers.item(), self._i32)
-
-    def float_value(self, x: Any) -> Any:
-        """Return the thread's value of an argument f32`[128]` with the layout `THREADS`."""
-        return self._utils.bitcast(self.value(x), self._ir.F32Type.get())
 
     def array(self, value: Any) -> Any:
         """Return an array i32`[128]` of the values of all threads."""

@@ -8,7 +8,6 @@ first halves of the four words, and the last 8 are the second halves, so both st
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -51,8 +50,8 @@ class BlockConversion:
         given = (pages, self.block_table, scales, out, *(() if k_scales is None else (k_scales,)))
         scalars = self.kv_head, self.block, self.kv_len, self.first_key
         layout, scale_axes = self.pool.layout, self.scales.layout.scale_axes
-        byte_strides = _strides(layout.axes, pages.shape)
-        scale_strides = _strides(scale_axes, scales.shape) if self.scales.of_tokens else None
+        byte_strides = layout.strides(layout.axes, pages.shape)
+        scale_strides = layout.strides(scale_axes, scales.shape) if self.scales.of_tokens else None
         page_size, scaled, k_factor = self.pool.page_size, self.kv == V, self.k_factor
         (block_k, head_dim), dtype, kv_dtype = out.shape, out.dtype, pages.dtype
         kv_offset = self.kv * byte_strides.get("2", 0)
@@ -194,8 +193,3 @@ class BlockConversion:
             out[pl.ds(i, 1)] = x.astype(out.dtype)
             if self.kv == K and k_scales is not None:
                 k_scales[i] = scale * self.k_factor
-
-
-def _strides(axes: Any, shape: tuple[int, ...]) -> dict[str, int]:
-    """Return the elements from one index of each axis to the next."""
-    return {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}

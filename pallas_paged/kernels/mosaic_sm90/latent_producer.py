@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -165,11 +164,10 @@ class Producer:
         pool, scales = self.inputs.pool, self.inputs.scales
         if scales.shape == (1,):
             return ops.full((WARPGROUP,), 1.0, THREADS) * scales[0]
-        axes, shape = pool.layout.scale_axes, scales.shape
-        stride = {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}
+        strides = pool.layout.strides(pool.layout.scale_axes, scales.shape)
         _, token = self.tokens_of(block)
-        place = lax.rem(token, pool.page_size) * stride["N"]
-        return self.gather(scales, pages * stride["P"] + place)
+        place = lax.rem(token, pool.page_size) * strides["N"]
+        return self.gather(scales, pages * strides["P"] + place)
 
     def gather(self, ref: Any, index: jax.Array) -> jax.Array:
         """Return an element for each thread."""

@@ -14,7 +14,6 @@ the second one.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -238,8 +237,8 @@ class Converter:
             num_parts = self.target.k.shape[1] // _ROWS
             one = ops.full((_ROWS,), 1.0, BYTES_ROW)
             return tuple([one * ref[0]] * num_parts for ref in refs)
-        axes, shape = self.scales.layout.scale_axes, refs[0].shape
-        strides = {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}
+        layout = self.scales.layout
+        strides = layout.strides(layout.scale_axes, refs[0].shape)
         places = [
             page * strides["P"] + tokens % self.page_size * strides["N"] + kv_head * strides["H"]
             for page, tokens in zip(pages, self.tokens(work, block), strict=True)

@@ -73,7 +73,7 @@ function showDelta(element, delta) {
   }
 }
 
-// The calls of an answer, but one in which it was stopped or cut off.
+// The complete calls of an answer.
 function callsOf(element) {
   return (element.calls ?? []).filter((call) => {
     try {

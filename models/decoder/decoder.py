@@ -33,6 +33,7 @@ from models.decoder.modules import (
 )
 from models.decoder.rotary import Rotation, rotation
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
+from pallas_paged.decoder.routed_between_attentions import routed_between_attentions
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 
 
@@ -87,31 +88,62 @@ class DecoderLayer(nnx.Module):
         is_scaled = self.has_post_norms or self.layer_scalar is not None
         if isinstance(mlp, SparseMLP) or mlp.activation != "silu" or is_scaled:
             if isinstance(attended, UnmergedAttention):
+                if not is_scaled and routed is None and isinstance(mlp, SparseMLP):
+                    found = self._routed(attended, residual, mlp, out_norm, qkv_proj)
+                    if found is not None:
+                        residual, out, routed = found
+                        return out, residual, cache, routed
                 attended = attended.merged()
             x, out, routed = self._separately(
                 attended, residual.x, attend, dropout, routed, out_norm
             )
             return _product(out, qkv_proj), replace(residual, x=x), cache, routed
         assert out_norm is not None
-        weights = BlockWeights(
-            o=attn.o_proj.matrix,
-            o_bias=attn.o_proj.vector,
-            mlp_norm=self.post_attention_layernorm.weight[...],
-            gate_up=mlp.gate_up_proj.weight[...],
-            down=mlp.down_proj.matrix,
-            out_norm=out_norm.weight[...],
-            qkv=None if qkv_proj is None else qkv_proj.matrix,
-            qkv_bias=None if qkv_proj is None else qkv_proj.vector,
-        )
         residual, out = between_attentions(
             attended,
             residual,
-            weights,
+            self._weights(mlp.gate_up_proj.weight[...], mlp.down_proj.matrix, out_norm, qkv_proj),
             eps=out_norm.eps,
             dropout=None if dropout is identity else dropout,
             row_linear_norm=attend.row_linear_norm if isinstance(attend, ParallelAttend) else None,
         )
         return out, residual, cache, None
+
+    def _weights(
+        self,
+        gate_up: jax.Array,
+        down: jax.Array,
+        out_norm: RMSNorm,
+        qkv_proj: Linear | None,
+        router: jax.Array | None = None,
+    ) -> BlockWeights:
+        o_proj = self.self_attn.o_proj
+        return BlockWeights(
+            o=o_proj.matrix,
+            o_bias=o_proj.vector,
+            mlp_norm=self.post_attention_layernorm.weight[...],
+            gate_up=gate_up,
+            down=down,
+            out_norm=out_norm.weight[...],
+            qkv=None if qkv_proj is None else qkv_proj.matrix,
+            qkv_bias=None if qkv_proj is None else qkv_proj.vector,
+            router=router,
+        )
+
+    def _routed(
+        self,
+        attended: UnmergedAttention,
+        residual: Residual,
+        mlp: SparseMLP,
+        out_norm: RMSNorm | None,
+        qkv_proj: Linear | None,
+    ) -> tuple[Residual, jax.Array, jax.Array] | None:
+        """Do it in one kernel, where there is one."""
+        if out_norm is None or mlp.routing is None:
+            return None
+        gate_up, down = (x.weight[...] for x in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
+        weights = self._weights(gate_up, down, out_norm, qkv_proj, mlp.gate.weight[...])
+        return routed_between_attentions(attended, residual, weights, mlp.routing, eps=out_norm.eps)
 
     def _separately(
         self,

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from models.decoder.config import ModelConfig
 from models.decoder.experts_config import ExpertsConfig
 from models.decoder.modules import MLP, Linear, normal, residual_stddev
+from pallas_paged.decoder.routed_between_attentions import Routing
 from pallas_paged.experts import fused_experts
 
 
@@ -28,6 +29,18 @@ class Router(nnx.Module):
         # It moves which experts are chosen, so it is f32 whatever the dtype of the others is.
         bias = jnp.zeros(num_experts, jnp.float32)
         self.e_score_correction_bias = nnx.Param(bias) if self.config.is_sigmoid else None
+
+    @property
+    def routing(self) -> Routing | None:
+        """How a kernel may choose experts; None where there is more to the choice."""
+        config = self.config
+        if self.bias is not None or config.is_sigmoid or config.n_group > 1:
+            return None
+        return Routing(
+            num_experts_per_tok=config.num_experts_per_tok,
+            norm_topk_prob=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+        )
 
     def __call__(self, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Tokens [T, E] to the experts that are chosen, i32[T, k], and their weights f32[T, k].
@@ -102,6 +115,13 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(config, dtype=dtype, rngs=rngs)
         size = config.experts.shared_size
         self.shared_experts = MLP(config, size, dtype=dtype, rngs=rngs) if size else None
+
+    @property
+    def routing(self) -> Routing | None:
+        """That of the router, where a kernel may compute all of this; otherwise None."""
+        experts = self.experts
+        is_plain = experts.limit is None and experts.gate_up_proj.bias is None
+        return self.gate.routing if is_plain and self.shared_experts is None else None
 
     def __call__(
         self,

@@ -60,10 +60,12 @@ class Residual:
         mailboxes: memory for the partial results that the programs of the kernel exchange, for
             this call and for the next; None before the first call. Calls with one row have other
             mailboxes than calls with several.
+        routed_mailboxes: those of layers with experts, all of one size.
     """
 
     x: jax.Array
     mailboxes: tuple[jax.Array, jax.Array] | None = None
+    routed_mailboxes: tuple[jax.Array, jax.Array] | None = None
 
 
 @default_promotion()
@@ -135,7 +137,7 @@ def between_attentions(
             x, out, mailboxes = _kernel(
                 config, eps, interpret, given, residual.x, weights, mailboxes
             )
-            return Residual(x=x, mailboxes=mailboxes), out
+            return dataclasses.replace(residual, x=x, mailboxes=mailboxes), out
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
     if isinstance(attended, UnmergedAttention):

@@ -6,6 +6,10 @@
     residual += hidden down^T
     out = norm(residual) qkv^T
 
+With a router each program chooses the experts of the row by the logits, which are one more product,
+and gate, up and down are those of the experts: `hidden` of one after the other, and a sum of down
+over them with their weights.
+
 It takes as long as the weights take to be read, so the kernel is one pipeline of copies that is
 hardly ever empty. A program is two warpgroups, and there is one program per SM. The producer sends
 its blocks of all four weights through a ring in shared memory, one after the other. It does not
@@ -24,8 +28,8 @@ of them than SMs, each SM has room for one, and the programs of kernels before e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,19 +40,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, wait_for_mail
+from pallas_paged.decoder.kernels.one_row_merge import merge_row
 from pallas_paged.decoder.kernels.one_row_product import HALF, Product, multiply_by_row
-from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights
+from pallas_paged.decoder.kernels.one_row_router import SLOTS, ChoiceScratch, choose, logits_layout
+from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights, Routing
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.decode_merge import block_sizes, merge_partials
-from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
 _CLEARED = 256  # elements of a mailbox that a program clears at once
 _PADDING = 64  # elements that are read behind a row
+_AWAITED = 16384  # elements of partial sums that the registers of a warpgroup hold at once
 
 
 @pytree
@@ -57,6 +62,7 @@ class OneRowOutputs:
 
     residual: Any  # [1, E]
     out: Any  # [1, N], or the norm [1, E]
+    experts: Any = None  # i32[SLOTS]
 
 
 @pytree
@@ -68,6 +74,7 @@ class OneRowScratch:
     residual: Any  # [E]
     full: Any  # barriers [num_stages], complete when both halves have arrived
     free: Any  # barriers [num_stages], complete when they were used
+    choice: Any = None  # `ChoiceScratch`
 
 
 def _block_kernel(
@@ -77,6 +84,7 @@ def _block_kernel(
     *,
     eps: float,
     config: DecoderBlockConfig,
+    routing: Routing | None,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
@@ -87,6 +95,10 @@ def _block_kernel(
     o = product_of(weight=weights.o, num_splits=config.o_splits)
     gate_up = product_of(weight=weights.gate_up)
     down = product_of(weight=weights.down, num_splits=config.down_splits)
+    if routing is not None:
+        router = product_of(weight=weights.router, num_splits=config.router_splits)
+        of_experts = dict(num_splits=config.down_splits, experts=scratch.choice.experts)
+        gate_up, down = (dataclasses.replace(x, **of_experts) for x in (gate_up, down))
     qkv = None if weights.qkv is None else product_of(weight=weights.qkv)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
@@ -121,18 +133,24 @@ def _block_kernel(
         scratch.x.at[pl.ds(0, row.shape[0])][...] = row.astype(dtype)
         plgpu.commit_smem()
 
-    def multiply(product, used, *, load_x, store):
-        """Multiply a program's items; return how many stages were used before and now."""
+    def multiply(product, used, *, load_x=None, store):
+        """Multiply a program's items; return how many stages were used before and now.
+
+        Without `load_x`, which stores columns of a row, x in shared memory is a full row.
+        """
 
         def multiply_item(index, used):
             features, split = product.item(program, index)
-            load_x(pl.ds(split * product.num_columns, product.num_columns))
+            start = 0 if product.experts is not None else split * product.num_columns
+            if load_x is not None:
+                load_x(pl.ds(split * product.num_columns, product.num_columns))
+                start = 0
 
             def multiply_block(block, carry):
                 used, *accs = carry
                 stage = lax.rem(used, num_stages)
                 firsts = [block if product.is_pair else 2 * block + i for i in range(2)]
-                xs = [scratch.x.at[pl.ds(first * HALF, HALF)] for first in firsts]
+                xs = [scratch.x.at[pl.ds(start + first * HALF, HALF)] for first in firsts]
                 halves = [scratch.weights.at[stage, pl.ds(i * TILE, TILE)] for i in range(2)]
                 plgpu.barrier_wait(scratch.full.at[stage])
                 accs = multiply_by_row(accs, halves, xs, interpret=interpret)
@@ -150,19 +168,27 @@ def _block_kernel(
 
         return lax.fori_loop(0, product.num_items(program), multiply_item, used)
 
-    hidden_size = weights.gate_up.shape[0]
-    o_start = hidden_size
+    hidden_size = weights.gate_up.shape[-3]
+    o_start = hidden_size if routing is None else hidden_size * config.down_splits
     down_start = o_start + config.o_splits * size
     attended_start = down_start + config.down_splits * size
+    logits_start = attended_start + weights.o.shape[1]
 
-    def publish_part(start, features, split, sums):
+    def publish_part(start, features, split, sums, size=size):
         publish(inputs.mailbox, start + split * size + features.start, sums[0], interpret=interpret)
+
+    def publish_down(features, split, sums):
+        if routing is not None:  # rounded as the rows of experts are
+            row = sums[0].astype(dtype).astype(jnp.float32)
+            sums = [row * scratch.choice.weights[split]]
+        publish_part(down_start, features, split, sums)
 
     def publish_hidden(features, split, sums):
         # Rounded as separate products are.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
         hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
-        publish(inputs.mailbox, features.start, hidden, interpret=interpret)
+        start = 0 if routing is None else split * hidden_size
+        publish(inputs.mailbox, start + features.start, hidden, interpret=interpret)
 
     def wait_for_row(first, columns):
         (row,) = wait_for_mail(
@@ -183,12 +209,19 @@ def _block_kernel(
     def store_out(features, split, sums):
         ops.store(outputs.out.at[0, features], sums[0].astype(dtype))
 
+    def sum_of_parts(start, num_splits, size, layout):
+        total = None
+        at_once = max(_AWAITED // size, 1)
+        for first in range(0, num_splits, at_once):
+            splits = range(first, min(first + at_once, num_splits))
+            starts = [start + split * size for split in splits]
+            for part in wait_for_mail(inputs.mailbox, starts, layout, size, interpret=interpret):
+                total = part if total is None else total + part
+        return total
+
     def add_and_norm(residual, start, num_splits, weight):
         """Add a product to the residual and norm it; return both, in shared memory too."""
-        starts = [start + split * size for split in range(num_splits)]
-        total, *parts = wait_for_mail(inputs.mailbox, starts, vector, size, interpret=interpret)
-        for part in parts:
-            total = total + part
+        total = sum_of_parts(start, num_splits, size, vector)
         x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
         x32 = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(x32 * x32) / size + eps)
@@ -209,7 +242,7 @@ def _block_kernel(
     @pl.when(lax.axis_index("wg") == 0)
     def _multiply():
         if isinstance(inputs.attended, DecodeStates):
-            _merge_row(
+            merge_row(
                 inputs.attended,
                 program=program,
                 num_programs=config.num_programs,
@@ -228,12 +261,24 @@ def _block_kernel(
         # Loaded before the results of other programs: then nothing waits for them after these.
         residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(weights.mlp_norm, vector)
         add_and_norm(residual, o_start, config.o_splits, norm)
-        used = multiply(gate_up, used, load_x=lambda columns: None, store=publish_hidden)
+        if routing is not None:
+            num_experts = weights.router.shape[0]
+            store = functools.partial(publish_part, logits_start, size=num_experts)
+            used = multiply(router, used, store=store)
+            layout = logits_layout(num_experts)
+            logits = sum_of_parts(logits_start, config.router_splits, num_experts, layout)
+            experts = choose(logits, scratch.choice, routing)
+
+            @pl.when(program == 0)
+            def _():
+                ops.store(outputs.experts, experts)
+
+        used = multiply(gate_up, used, store=publish_hidden)
         used = multiply(
             down,
             used,
             load_x=functools.partial(wait_for_row, 0),
-            store=functools.partial(publish_part, down_start),
+            store=publish_down,
         )
         residual = plgpu.load(scratch.residual, layout=vector)
         norm = ops.load(weights.out_norm, vector)
@@ -246,50 +291,18 @@ def _block_kernel(
                 ops.store(outputs.out.at[0], normed)
 
         if qkv is not None:
-            multiply(qkv, used, load_x=lambda columns: None, store=store_out)
+            multiply(qkv, used, store=store_out)
 
     @pl.when(lax.axis_index("wg") == 1)
     def _send():
-        sent = jnp.int32(0)
-        for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
+        sent = send(o, jnp.int32(0))
+        if routing is not None:
+            sent = send(router, sent)
+            plgpu.barrier_wait(scratch.choice.chosen)
+        for product in (gate_up, down, *(() if qkv is None else (qkv,))):
             sent = send(product, sent)
         ops.drain(scratch.free, sent)
         ops.drain(scratch.full, sent, num_in_flight)
-
-
-def _merge_row(
-    states: DecodeStates,  # of refs to device memory
-    *,
-    program: Any,
-    num_programs: int,
-    publish: Callable[[Any, jax.Array], None],
-    interpret: bool,
-) -> None:
-    """Wait for the states of attention and merge this program's part of the row.
-
-    A piece is 64 elements of one head, one for each row of wgmma.
-
-    Args:
-        publish: function of the first element of a piece of `[Hq * D]` and its values f32`[64]`.
-    """
-    plan, head_dim = states.plan, states.head_dim
-    # Known before the states are: the kernel that makes them reads it, too.
-    first, count = plan.partials_of_row(jnp.int32(0), states.unit_ends)
-    block_s, _ = block_sizes(
-        plan, num_seqs=1, num_q_heads=states.num_q_heads, span=plan.num_programs
-    )
-    num_pieces = states.num_q_heads * head_dim // TILE
-    ops.wait_for_previous_kernel(interpret=interpret)
-
-    @pl.loop(0, lax.div(num_pieces - 1 - program + num_programs, num_programs))
-    def _merge(i):
-        start = (program + i * num_programs) * TILE
-        head = lax.div(start, head_dim)
-        elements = pl.ds(lax.rem(start, head_dim), TILE)
-        places = [states.place_of(head)]
-        (state,) = merge_partials(states, first, count, places, block_s, elements, ops.WGMMA_ROW)
-        sink = None if states.sinks is None else states.sinks[head]
-        publish(start, finish(state, sink)[0])
 
 
 def between_attentions(
@@ -300,9 +313,13 @@ def between_attentions(
     *,
     eps: float,
     config: DecoderBlockConfig,
+    routing: Routing | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[Any, ...]:
     """Return the residual, the next `qkv` or the norm, and the mailboxes of the next call.
+
+    With `routing`, the chosen experts i32[SLOTS] are before the mailboxes; those behind the first
+    `num_experts_per_tok` were not used.
 
     Args:
         attended: `[1, A]` of 16-bit elements, or the states of one row, which are merged here.
@@ -311,6 +328,7 @@ def between_attentions(
         weights: without biases.
         eps: epsilon of the norms.
         config: the config; of one program if interpreted.
+        routing: how experts are chosen, of weights with a router.
     """
     (_, size), dtype, qkv = residual.shape, residual.dtype, weights.qkv
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
@@ -324,9 +342,12 @@ def between_attentions(
     outputs = OneRowOutputs(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
+        experts=None if routing is None else result_shape((SLOTS,), jnp.int32),
     )
-    attended_size, hidden_size = weights.o.shape[1], weights.gate_up.shape[0]
-    columns = max(size, attended_size // config.o_splits, hidden_size // config.down_splits)
+    attended_size, hidden_size = weights.o.shape[1], weights.gate_up.shape[-3]
+    if routing is None:
+        hidden_size //= config.down_splits
+    columns = max(size, attended_size // config.o_splits, hidden_size)
     scratch = OneRowScratch(
         weights=plgpu.SMEM(
             (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
@@ -335,10 +356,11 @@ def between_attentions(
         residual=plgpu.SMEM((size,), dtype),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages),
         free=plgpu.Barrier(num_barriers=config.num_stages),
+        choice=None if weights.router is None else ChoiceScratch.types(len(weights.router)),
     )
-
+    kernel = functools.partial(_block_kernel, eps=eps, config=config, routing=routing)
     outputs = ops.run_kernel(
-        functools.partial(_block_kernel, eps=eps, config=config, interpret=interpret),
+        functools.partial(kernel, interpret=interpret),
         inputs,
         outputs,
         scratch,
@@ -350,14 +372,23 @@ def between_attentions(
         num_threads=2,
         thread_name="wg",
     )
-    return outputs.residual, outputs.out, (jax.freeze(next_mailbox), jax.freeze(mailbox))
+    return *jax.tree.leaves(outputs), (jax.freeze(next_mailbox), jax.freeze(mailbox))
 
 
 def new_mailboxes(
-    config: DecoderBlockConfig, *, size: int, attended_size: int, hidden_size: int
+    config: DecoderBlockConfig,
+    *,
+    size: int,
+    attended_size: int,
+    hidden_size: int,
+    num_experts: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return two cleared mailboxes, for the first of several calls with weights of these sizes."""
+    """Return two cleared mailboxes, for the first of several calls with weights of these sizes.
+
+    Of experts, `hidden_size` is that of all that a row has.
+    """
     num_elements = hidden_size + (config.o_splits + config.down_splits) * size + attended_size
+    num_elements += -(-config.router_splits * num_experts // _CLEARED) * _CLEARED
     empty = jnp.full(num_elements, EMPTY, jnp.int32)
     return empty, empty
 

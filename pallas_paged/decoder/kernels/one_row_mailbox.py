@@ -101,7 +101,10 @@ def wait_for_mail(
         for n in range(0, count, vec_size):
             base, at = count + n // per_array, n % per_array * 128 * 4
             names = ", ".join(f"${n + i}" for i in range(vec_size))
-            lines.append(f"ld.relaxed.gpu.global.v{vec_size}.b32 {{{names}}}, [${base}+{at}];")
+            to, kind = (
+                ("$" + str(n), "b32") if vec_size == 1 else (f"{{{names}}}", f"v{vec_size}.b32")
+            )
+            lines.append(f"ld.relaxed.gpu.global.{kind} {to}, [${base}+{at}];")
         lines.append(f"setp.eq.b32 p, $0, {EMPTY};")
         lines += [f"setp.eq.or.b32 p, ${n}, {EMPTY}, p;" for n in range(1, count)]
         lines.append("@p bra again; }")

@@ -23,23 +23,24 @@ HALF = 128  # columns of a half of a stage: both halves of a block are 32 KB
 class Product:
     """A weight as work items, and their blocks, for each program.
 
-    A work item is a tile of features and one part of the columns; a program has every
-    `num_programs`-th item.
+    A work item is a tile of features and one part of the columns, or one expert; a program has
+    every `num_programs`-th item.
     """
 
-    weight: Any  # ref [N, K] or [N, 2, K]
+    weight: Any  # ref [N, K] or [N, 2, K], or of experts [X, N, K] or [X, N, 2, K]
     num_programs: int
     num_splits: int = 1
+    experts: Any = None  # ref i32 to shared memory, the expert of each split
 
     @property
     def is_pair(self) -> bool:
         """Whether the halves of a stage are gate and up of the same columns."""
-        return len(self.weight.shape) == 3
+        return len(self.weight.shape) - (self.experts is not None) == 3
 
     @property
     def num_columns(self) -> int:
         """Columns of an item."""
-        return self.weight.shape[-1] // self.num_splits
+        return self.weight.shape[-1] // (self.num_splits if self.experts is None else 1)
 
     @property
     def num_blocks(self) -> int:
@@ -48,7 +49,7 @@ class Product:
 
     def num_items(self, program: Any) -> Any:
         """Return how many items a program has."""
-        total = self.weight.shape[0] // TILE * self.num_splits
+        total = self.weight.shape[self.experts is not None] // TILE * self.num_splits
         return lax.div(total - 1 - program + self.num_programs, self.num_programs)
 
     def item(self, program: Any, index: Any) -> tuple[Any, Any]:
@@ -58,11 +59,13 @@ class Product:
 
     def halves(self, features: Any, split: Any, block: Any) -> list[Any]:
         """Return the refs to the two halves of a block."""
+        weight, first = self.weight, split * self.num_columns
+        if self.experts is not None:
+            weight, first = weight.at[self.experts[split]], 0
         if self.is_pair:
-            columns = pl.ds(split * self.num_columns + block * HALF, HALF)
-            return [self.weight.at[features, i, columns] for i in range(2)]
-        first = split * self.num_columns + block * 2 * HALF
-        return [self.weight.at[features, pl.ds(first + i * HALF, HALF)] for i in range(2)]
+            return [weight.at[features, i, pl.ds(first + block * HALF, HALF)] for i in range(2)]
+        first += block * 2 * HALF
+        return [weight.at[features, pl.ds(first + i * HALF, HALF)] for i in range(2)]
 
 
 def multiply_by_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ class BlockWeights:
         out_norm: `[E]`, the norm of the next layer, or the final one.
         qkv: `[N, E]`, the QKV projection of the next layer, or None after the last.
         qkv_bias: `[N]` or None.
+        router: `[X, E]` where the MLP is one of X experts, or None. Then gate_up is `[X, F, 2, E]`
+            and down `[X, E, F]`.
     """
 
     o: jax.Array
@@ -32,6 +35,23 @@ class BlockWeights:
     qkv: jax.Array | None = None
     o_bias: jax.Array | None = None
     qkv_bias: jax.Array | None = None
+    router: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a softmax of the router's logits chooses experts.
+
+    Attributes:
+        num_experts_per_tok: experts of a token, those with the largest logits; of equal ones the
+            first.
+        norm_topk_prob: whether their weights add up to 1 before the scaling.
+        scaling: of the weights.
+    """
+
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    scaling: float
 
 
 @pytree

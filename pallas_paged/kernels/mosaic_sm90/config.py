@@ -21,6 +21,7 @@ _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
+ROUTED_EXPERTS = (0, 128, 256)  # none, or as many as the threads of a warpgroup take evenly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,8 +131,8 @@ class DecoderBlockConfig:
         num_programs: no more than there are SMs, for they wait for one another.
         num_stages: blocks of weights in shared memory, 32 KB each.
         num_in_flight: blocks on their way at once.
-        o_splits, down_splits: parts into which the columns of the two weights are cut that have few
-            rows.
+        o_splits, down_splits, router_splits: parts into which the columns of the weights are cut
+            that have few rows; of experts, `down_splits` is how many a row has.
     """
 
     num_programs: int
@@ -139,10 +140,18 @@ class DecoderBlockConfig:
     num_in_flight: int = 2
     o_splits: int = 1
     down_splits: int = 1
+    router_splits: int = 1
 
 
 def decoder_block_config(
-    *, size: int, attended_size: int, hidden_size: int, out_size: int, num_programs: int
+    *,
+    size: int,
+    attended_size: int,
+    hidden_size: int,
+    out_size: int,
+    num_programs: int,
+    num_experts: int = 0,
+    experts_per_token: int = 0,
 ) -> DecoderBlockConfig | None:
     """Return the config for weights of these sizes, or None where the kernel can't do them.
 
@@ -152,25 +161,32 @@ def decoder_block_config(
         hidden_size: of gate and of up.
         out_size: of the last product; 0 without one.
         num_programs: one per SM.
+        num_experts, experts_per_token: experts, each with gate, up and down of these sizes; 0 where
+            there is one MLP.
     """
     tile, block_k = LINEAR_TILE, LINEAR_BLOCK_K
     if size % 512 or attended_size % block_k or hidden_size % block_k or out_size % tile:
         return None
+    if num_experts not in ROUTED_EXPERTS:
+        return None
 
-    def splits(num_columns: int) -> int:
+    def splits(num_columns: int, num_rows: int = size) -> int:
         """As many parts as give each program at most one tile of one part."""
         for count in (8, 4, 2):
-            if size // tile * count <= num_programs and num_columns % (count * block_k) == 0:
+            if num_rows // tile * count <= num_programs and num_columns % (count * block_k) == 0:
                 return count
         return 1
 
     o_splits, down_splits = splits(attended_size), splits(hidden_size)
     row = max(size, attended_size // o_splits, hidden_size // down_splits)
+    if num_experts:
+        down_splits, row = experts_per_token, max(size, attended_size // o_splits, hidden_size)
     if row > _MAX_BLOCK_ROW:
         return None
     rest = (
         sum(-(-2 * n // 1024) * 1024 for n in (row + 64, size)) + 2 * 1024
     )  # barriers, reductions
+    rest += 4 * 1024 if num_experts else 0  # their scores, ranks, indices and weights
     num_stages = min((HOPPER_SHARED_MEMORY - rest) // _BLOCK_STAGE, 6)
     if num_stages < 2:
         return None
@@ -179,4 +195,5 @@ def decoder_block_config(
         num_stages=num_stages,
         o_splits=o_splits,
         down_splits=down_splits,
+        router_splits=splits(size, num_experts),
     )

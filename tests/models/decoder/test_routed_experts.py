@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.decoder import dense_attend, engine_model, load_checkpoint
+import pallas_paged as pp
+from models.decoder import Decoder, ModelConfig, dense_attend, engine_model, load_checkpoint
+from models.decoder.experts_config import ExpertsConfig
 from pallas_paged.engine import Rollouts, SamplingParams
+from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.dense_oracle import positions_of
-from tests.support.devices import mesh
+from tests.support.devices import lower_for_cuda, mesh
 from tests.support.engine_calls import make_engine
-from tests.support.marks import slow
+from tests.support.kv_pools import make_pool
+from tests.support.marks import needs_mosaic, slow
 from tests.support.plain_model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -287,3 +291,53 @@ def test_given_experts_have_the_weights_of_the_router(decoder):
         wanted /= wanted.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(weights[:4], wanted * config.routed_scaling_factor, rtol=1e-5)
     np.testing.assert_array_equal(weights[4], own[4])
+
+
+def lowered_step(num_rows: int, **changes) -> str:
+    """The decode step of a bf16 model of two layers, as text, without its weights."""
+    experts = ExpertsConfig(
+        n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=256, **changes
+    )
+    config = ModelConfig(
+        vocab_size=256,
+        hidden_size=2048,
+        intermediate_size=256,
+        num_layers=2,
+        num_q_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        experts=experts,
+    )
+
+    def make():
+        decoder = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        sizes = dict(num_pages=4 * num_rows, page_size=16, num_kv_heads=4, head_dim=128)
+        pool = make_pool(num_layers=2, dtype=jnp.bfloat16, **sizes)
+        table = pp.create_page_table(
+            num_pages=4 * num_rows, page_size=16, max_seqs=num_rows, pages_per_seq=4
+        )
+        return nnx.split(decoder), pool.layers, table
+
+    (graphdef, params), layers, table = nnx.eval_shape(make)
+
+    def step(params, layers, table, rows):
+        slots = pp.slot_mapping(table, rows, rows)
+        attend = PagedAttend(table, slots, rows, None, num_kv_heads=[4], kernels=AttentionKernels())
+        return nnx.merge(graphdef, params)(rows, rows, attend, layers)
+
+    rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    return lower_for_cuda(step, params, layers, table, rows).as_text()
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("num_rows", "changes", "is_one"),
+    [(1, {}, True), (2, {}, False), (1, dict(n_shared_experts=1), False)],
+    ids=["one row", "two rows", "shared experts"],
+)
+def test_a_layer_is_one_kernel_beside_attention_for_one_row(num_rows, changes, is_one):
+    text = lowered_step(num_rows, **changes)
+    # Layers of one structure are lowered once; the last has no product of q, k and v.
+    assert text.count("between_attentions_mosaic") == (2 if is_one else 0)
+    assert ("grouped_product" in text) != is_one

@@ -293,8 +293,8 @@ def test_given_experts_have_the_weights_of_the_router(decoder):
     np.testing.assert_array_equal(weights[4], own[4])
 
 
-def lowered_step(num_rows: int, **changes) -> str:
-    """The decode step of a bf16 model of two layers, as text, without its weights."""
+def lowered_loop(num_rows: int, **changes) -> str:
+    """A loop of decode steps of a bf16 model of two layers, as text, without its weights."""
     experts = ExpertsConfig(
         n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=256, **changes
     )
@@ -322,9 +322,17 @@ def lowered_step(num_rows: int, **changes) -> str:
     (graphdef, params), layers, table = nnx.eval_shape(make)
 
     def step(params, layers, table, rows):
-        slots = pp.slot_mapping(table, rows, rows)
-        attend = PagedAttend(table, slots, rows, None, num_kv_heads=[4], kernels=AttentionKernels())
-        return nnx.merge(graphdef, params)(rows, rows, attend, layers)
+        kernels = AttentionKernels()
+
+        def one_step(_, carry):
+            layers, _ = carry
+            slots = pp.slot_mapping(table, rows, rows)
+            attend = PagedAttend(table, slots, rows, None, num_kv_heads=[4], kernels=kernels)
+            hidden, layers = nnx.merge(graphdef, params)(rows, rows, attend, layers)
+            return layers, hidden
+
+        hidden = jnp.zeros((num_rows, config.hidden_size), jnp.bfloat16)
+        return jax.lax.fori_loop(0, 2, one_step, (layers, hidden))
 
     rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     return lower_for_cuda(step, params, layers, table, rows).as_text()
@@ -337,7 +345,7 @@ def lowered_step(num_rows: int, **changes) -> str:
     ids=["one row", "two rows", "shared experts"],
 )
 def test_a_layer_is_one_kernel_beside_attention_for_one_row(num_rows, changes, is_one):
-    text = lowered_step(num_rows, **changes)
+    text = lowered_loop(num_rows, **changes)
     # Layers of one structure are lowered once; the last has no product of q, k and v.
     assert text.count("between_attentions_mosaic") == (2 if is_one else 0)
     assert ("grouped_product" in text) != is_one

@@ -125,6 +125,23 @@ def test_every_row_draws_the_token_that_arrives_first(mode, implementation, seed
     np.testing.assert_array_equal(turned[::-1], tokens)
 
 
+@pytest.mark.parametrize(("mode", "implementation"), [WAYS[0], *WAYS[-2:]])
+def test_tokens_without_their_bit_are_as_those_of_minus_infinity(mode, implementation):
+    rng, mode = np.random.default_rng(0), MODES[mode]
+    logits = random_logits(rng)
+    rows, lens = random_rows(rng, len(logits)), np.arange(len(logits), dtype=np.int32)
+    masks = rng.integers(0, 2**32, (len(logits), WIDE // 32 + 2), np.uint32).view(np.int32)
+    masks[:8], masks[8] = -1, 0  # some allow all, one nothing
+    masks[9:14] &= np.int32(1 << 5)  # few, also NaN where it is not allowed
+    logits[9, 4] = np.nan
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :WIDE]
+    how = raw.by(implementation)
+    tokens = np.asarray(jit_sample(logits, rows, lens, mode, **how, masks=masks))
+    allowed = np.where(bits == 1, logits, np.float32(-np.inf))
+    np.testing.assert_array_equal(tokens, jit_sample(allowed, rows, lens, mode, **how))
+    assert tokens[8] == -1 and (tokens[9:14] % 32 == 5).all()
+
+
 @partial(jax.jit, static_argnames="implementation")
 def limits(logits, rows, implementation):
     """The gap to the best token from which on tokens are dropped."""
@@ -136,7 +153,7 @@ def limits(logits, rows, implementation):
     interpret = implementation == "triton_interpret"
     sizes = dict(num_warps=2, num_loads=2) if interpret else {}
     filters = rows.temperature, rows.top_k, rows.top_p
-    return search(logits, best, *filters, interpret=interpret, **sizes)
+    return search(logits, None, best, *filters, interpret=interpret, **sizes)
 
 
 @pytest.mark.parametrize("implementation", sampling_implementations())

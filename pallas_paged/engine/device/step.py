@@ -21,7 +21,6 @@ from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
     add_output_tokens,
-    mask_logits,
     process_logits,
     sample,
 )
@@ -192,11 +191,11 @@ def draw(
     )
     temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
     metadata = replace(metadata, temperature=temperature)
-    allowed = mask_logits(logits, call.batch.masks) if mode.masks else logits
-    processed = process_logits(allowed, metadata, row_counts, lens, mode)
+    processed = process_logits(logits, metadata, row_counts, lens, mode)
     # The kernels need all of a row on one device.
     by: SamplingImplementation | None = None if peers is None else "xla"
-    drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)
+    masks = call.batch.masks
+    drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers, masks=masks)
     logprobs = None
     if mode.logprobs >= 0:
         token_ids = jnp.maximum(drawn, 0)

@@ -27,8 +27,22 @@ _LEAST = np.finfo(np.float32).min
 _NO_TOKEN = 2**31 - 1
 
 
+def load_logits(logits_ref, masks_ref, row: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the logits of tokens of a row, -inf where there is none or its bit is 0.
+
+    The 32 tokens of a word are neighbours, which load it from the cache: there are no masks of
+    bytes in the device's memory.
+    """
+    logits = load_masked(logits_ref, row, tokens, -jnp.inf)
+    if masks_ref is None:
+        return logits
+    words = plgpu.load(masks_ref.at[row, tokens >> 5], mask=tokens < logits_ref.shape[1], other=0)
+    return jnp.where((words >> (tokens & 31)) & 1 == 1, logits, -jnp.inf)
+
+
 def weigh_kernel(
     logits_ref,  # f32[S, V]
+    masks_ref,  # i32[S, W] or None
     temperature_ref,  # f32[S]
     maxima_ref,  # f32[S, blocks]
     sums_ref,  # f32[S, blocks]
@@ -38,7 +52,7 @@ def weigh_kernel(
     The weight is NaN where a logit is NaN or +inf; a maximum of Triton's leaves out NaN.
     """
     block, row = pl.program_id(0), pl.program_id(1)
-    logits = load_masked(logits_ref, row, block * BLOCK + jnp.arange(BLOCK), -jnp.inf)
+    logits = load_logits(logits_ref, masks_ref, row, block * BLOCK + jnp.arange(BLOCK))
     largest = jnp.max(logits)
     gap = jnp.maximum(largest, _LEAST) - logits  # infinite where all of the block is masked
     maxima_ref[row, block] = largest
@@ -47,6 +61,7 @@ def weigh_kernel(
 
 def weigh(
     logits: jax.Array,  # f32[S, V]
+    masks: jax.Array | None,  # i32[S, W]
     temperature: jax.Array,  # f32[S]
     *,
     interpret: bool,
@@ -55,7 +70,7 @@ def weigh(
     """Return the largest logits of blocks of 2048 tokens, and their weights: `f32[S, blocks]`."""
     num_rows, vocab_size = logits.shape
     num_blocks = pl.cdiv(vocab_size, BLOCK)
-    inputs = (logits, temperature)
+    inputs = (logits, masks, temperature)
     outputs = (result_shape((num_rows, num_blocks), jnp.float32),) * 2
     maxima, sums = pl.pallas_call(
         weigh_kernel,
@@ -72,6 +87,7 @@ def weigh(
 
 def draw_kernel(
     logits_ref,  # f32[S, V]
+    masks_ref,  # i32[S, W] or None
     maxima_ref,  # f32[S, blocks]
     sums_ref,  # f32[S, blocks]
     limit_ref,  # f32[S] or None
@@ -122,7 +138,7 @@ def draw_kernel(
         tokens = block[:, None] * BLOCK + jnp.arange(BLOCK)[None]
         is_early = (bound < jnp.min(jnp.min(arrivals, axis=1)))[:, None]
         tokens = jnp.where(is_early, tokens, _NO_TOKEN)
-        gap = best - load_masked(logits_ref, row, tokens, -jnp.inf)
+        gap = best - load_logits(logits_ref, masks_ref, row, tokens)
         sums = jnp.sum(token_weights(gap, temperature, limit), axis=1)
         is_block = is_early & (blocks == block[:, None])
         arrivals = jnp.where(is_block, waits / sums[:, None], arrivals)
@@ -135,7 +151,7 @@ def draw_kernel(
     halves = [block * BLOCK + half * HALF + jnp.arange(HALF) for half in range(2)]
     times = []
     for wait, some in zip(token_waits(key, halves[0]), halves, strict=True):
-        gap = best - load_masked(logits_ref, row, some, -jnp.inf)
+        gap = best - load_logits(logits_ref, masks_ref, row, some)
         weight = token_weights(gap, temperature, limit)
         times.append(jnp.where(draws, wait / weight, gap))
     first, second = times
@@ -153,6 +169,7 @@ def _first(arrivals: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array
 
 def draw(
     logits: jax.Array,  # f32[S, V]
+    masks: jax.Array | None,  # i32[S, W]
     maxima: jax.Array,  # f32[S, blocks]
     sums: jax.Array,  # f32[S, blocks]
     limit: jax.Array | None,  # f32[S]
@@ -169,7 +186,7 @@ def draw(
 
     It is -1 where the largest logit is NaN or infinite.
     """
-    inputs = (logits, maxima, sums, limit, temperature, min_p, seeds, lens)
+    inputs = (logits, masks, maxima, sums, limit, temperature, min_p, seeds, lens)
     output = result_shape(lens.shape, jnp.int32)
     return pl.pallas_call(
         functools.partial(draw_kernel, num_lanes=num_lanes),

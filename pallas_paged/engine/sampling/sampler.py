@@ -122,11 +122,11 @@ def add_output_tokens(counts: TokenCounts, rows: jax.Array, tokens: jax.Array) -
 
 
 def mask_logits(logits: jax.Array, masks: Array) -> jax.Array:
-    """Return logits `f32[S, V]`, -inf where a bit of the masks `i32[S, ceil(V / 32)]` is 0.
+    """Return logits `f32[S, V]`, -inf where a bit of the masks is 0, as of `sample`.
 
-    Token `32 i + j` is bit j of entry i.
+    XLA computes this within what reads the result, if that is one reduction.
     """
-    bits = (masks[:, :, None] >> jnp.arange(32)) & 1
+    bits = (masks[:, :, None] >> jnp.arange(32)[None, None]) & 1
     allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
     return jnp.where(allowed == 1, logits, -jnp.inf)
 
@@ -183,6 +183,7 @@ def sample(
     implementation: SamplingImplementation | None = None,
     interpret: bool = False,
     peers: Peers | None = None,
+    masks: Array | None = None,
 ) -> jax.Array:
     """Choose the next token of each row.
 
@@ -201,6 +202,8 @@ def sample(
             where the vocabulary may be sharded; None chooses. Static.
         interpret: run the kernels of `"triton"` interpreted, on any device. Static.
         peers: of these devices.
+        masks: `i32[S, W]`, W >= V / 32: token `32 i + j` may be drawn where bit j of entry i is
+            set. None: all may be. The kernels read bits; nothing else of size `[S, V]` is made.
 
     Returns:
         `i32[S]` tokens; -1 for a row whose largest logit is NaN or infinite.
@@ -217,17 +220,20 @@ def sample(
         def local(
             group: DevicePeers, logits: jax.Array, metadata: Any, lens: jax.Array
         ) -> jax.Array:
-            return _sample(logits, metadata, lens, mode, "xla", False, group)
+            return _sample(logits, None, metadata, lens, mode, "xla", False, group)
 
+        if masks is not None:
+            logits = mask_logits(logits, masks)
         tokens: jax.Array = peers.run(
             local, (sharded, replicated, replicated), logits, metadata, lens
         )
         return tokens
-    return _sample(logits, metadata, lens, mode, implementation, interpret, None)
+    return _sample(logits, masks, metadata, lens, mode, implementation, interpret, None)
 
 
 def _sample(
     logits: jax.Array,
+    masks: Array | None,
     metadata: SamplingMetadata,
     lens: jax.Array,
     mode: SamplingMode,
@@ -243,7 +249,9 @@ def _sample(
         if implementation != "xla":
             if reason := TRITON.why_not_jax() if interpret else kernel_refusal():
                 raise NotImplementedError(f"{implementation=} {reason}")
-            return _sample_by_kernels(logits, metadata, lens, mode, interpret=interpret)
+            return _sample_by_kernels(logits, masks, metadata, lens, mode, interpret=interpret)
+    if masks is not None:
+        logits = mask_logits(logits, masks)
     places = jnp.arange(logits.shape[1])[None]
     if group is not None:
         places += group.index * logits.shape[1]
@@ -263,6 +271,7 @@ def _sample(
 
 def _sample_by_kernels(
     logits: jax.Array,
+    masks: Array | None,
     metadata: SamplingMetadata,
     lens: jax.Array,
     mode: SamplingMode,
@@ -274,12 +283,12 @@ def _sample_by_kernels(
     from pallas_paged.engine.sampling.search_kernel import search
 
     temperature, limit = metadata.temperature, None
-    maxima, sums = draw_kernel.weigh(logits, temperature, interpret=interpret)
+    maxima, sums = draw_kernel.weigh(logits, masks, temperature, interpret=interpret)
     if mode.filters:
         filters = metadata.top_k, metadata.top_p
-        limit = search(logits, maxima, temperature, *filters, interpret=interpret)
+        limit = search(logits, masks, maxima, temperature, *filters, interpret=interpret)
     rows = limit, temperature, metadata.min_p, metadata.seeds, lens
-    return draw_kernel.draw(logits, maxima, sums, *rows, interpret=interpret)
+    return draw_kernel.draw(logits, masks, maxima, sums, *rows, interpret=interpret)
 
 
 def kernel_refusal() -> str | None:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.engine.sampling.draw_kernel import load_logits
 from pallas_paged.engine.sampling.passes import divisor, float_of, number_of
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.triton.specs import full_specs, load_masked
@@ -35,6 +36,7 @@ Load = Callable[[jax.Array], list[jax.Array]]
 
 def search_kernel(
     logits_ref,  # f32[S, V]
+    masks_ref,  # i32[S, W] or None
     maxima_ref,  # f32[S, blocks]
     temperature_ref,  # f32[S]
     top_k_ref,  # i32[S]
@@ -66,7 +68,7 @@ def search_kernel(
         count = num_loads * num_threads // width
         first = [(step * count + i) * (stride or width) for i in range(count)]
         index = [one + jnp.arange(width) for one in first]
-        return [best - load_masked(logits_ref, row, one, -jnp.inf) for one in index]
+        return [best - load_logits(logits_ref, masks_ref, row, one) for one in index]
 
     def load_list(sizes: jax.Array) -> Load:
         def load(step: jax.Array) -> list[jax.Array]:
@@ -224,6 +226,7 @@ def _stream(load: Load, num_steps: Any, add: Callable[[Any, Any], Any], state: A
 
 def search(
     logits: jax.Array,  # f32[S, V]
+    masks: jax.Array | None,  # i32[S, W]
     maxima: jax.Array,  # f32[S, blocks]
     temperature: jax.Array,  # f32[S]
     top_k: jax.Array,  # i32[S]
@@ -236,7 +239,7 @@ def search(
     """Return the gap `f32[S]` from which on top_k and then top_p drop tokens."""
     num_rows, vocab_size = logits.shape
     num_threads = 32 * num_warps
-    inputs = (logits, maxima, temperature, top_k, top_p)
+    inputs = (logits, masks, maxima, temperature, top_k, top_p)
     outputs = (result_shape((num_rows,), jnp.float32), result_shape(logits.shape, jnp.float32))
     limit, _ = pl.pallas_call(
         functools.partial(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import StructuredOutputsParams
-from pallas_paged.engine.requests.grammar import GrammarCompiler
+from pallas_paged.engine.requests.grammar import GrammarCompiler, empty_masks, fill_masks
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -104,9 +104,9 @@ def test_a_grammar_allows_one_token_where_it_forces_one(engine):
 
 
 def allowed(state):
-    mask = np.zeros(-(-MODEL.vocab_size // 32), np.int32)
-    state.fill(mask)
-    return [token for token in range(MODEL.vocab_size) if mask[token // 32] >> token % 32 & 1]
+    masks = empty_masks(1, MODEL.vocab_size)
+    fill_masks([(0, state)], masks)
+    return [token for token in range(MODEL.vocab_size) if masks[0, token // 32] >> token % 32 & 1]
 
 
 def test_a_completion_may_end_within_forced_tokens(engine):

@@ -4,14 +4,17 @@ import copy
 import json
 import types
 
-import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance", reason="needs the extra [structured]")
 
 from pallas_paged.engine import CompletionOutput  # noqa: E402
-from pallas_paged.engine.requests.grammar import GrammarCompiler  # noqa: E402
+from pallas_paged.engine.requests.grammar import (  # noqa: E402
+    GrammarCompiler,
+    empty_masks,
+    fill_masks,
+)
 from pallas_paged.server.answer_parser import AnswerParser  # noqa: E402
 from pallas_paged.server.completions import parse_chat  # noqa: E402
 from pallas_paged.server.fields import Fields  # noqa: E402
@@ -91,9 +94,9 @@ def matches(structure, text):
             state.accept(byte)
     except ValueError:
         return False
-    mask = np.zeros(8, np.int32)
-    state.fill(mask)
-    return state.is_complete or bool(mask[0] & 1)
+    masks = empty_masks(1, 256)
+    fill_masks([(0, state)], masks)
+    return state.is_complete or bool(masks[0, 0] & 1)
 
 
 def call_of(calls, arguments, name="f"):

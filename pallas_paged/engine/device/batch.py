@@ -67,7 +67,7 @@ class Batch:
         speculation: static, of a call that verifies drafts; None: it has none. `num_steps` and
             `max_num_steps` are then tokens of a row.
         num_verifications: `i32[]`, most steps of that call; else None.
-        masks: of the rows that sample, `i32[D, ceil(V / 32)]`, or of all slots with chunks: token
+        masks: of the rows that sample, `i32[D, V // 32 + 1]`, or of all slots with chunks: token
             `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`.
     """
 

@@ -20,6 +20,7 @@ from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states
 from pallas_paged.engine.outputs import LogprobSequence
+from pallas_paged.engine.requests.grammar import empty_masks, fill_masks
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling.logprobs import Logprobs
 from pallas_paged.engine.sampling_params import SamplingMode
@@ -207,12 +208,16 @@ class ModelRunner:
         """Return a batch with the masks that its mode has; rows without a grammar allow all."""
         if not batch.mode.masks:
             return batch
-        size = batch.decode_slots.size, -(-self.executor.model.vocab_size // 32)
-        masks = np.full(size, -1, np.int32)
+        masks = empty_masks(batch.decode_slots.size, self.executor.model.vocab_size)
         sampling = [x.sequence for x in decodes] + [x.sequence for x in chunks if x.is_last]
-        for row, sequence in enumerate(sampling):
-            if sequence.grammar is not None:
-                sequence.grammar.fill(masks[row if batch.chunks is None else sequence.running_slot])
+        fill_masks(
+            [
+                (row if batch.chunks is None else sequence.running_slot, sequence.grammar)
+                for row, sequence in enumerate(sampling)
+                if sequence.grammar is not None
+            ],
+            masks,
+        )
         return replace(batch, masks=masks)
 
     def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -153,8 +154,8 @@ class GrammarCompiler:
         )
         if matcher.is_error():
             raise GrammarError(f"structured_outputs: {matcher.get_error()}")
-        first = np.zeros(-(-self._vocab_size // 32), np.int32)
-        GrammarState(matcher, self._vocab_size, ()).fill(first)
+        first = empty_masks(1, self._vocab_size)
+        fill_masks([(0, GrammarState(matcher, self._vocab_size, ()))], first)
         if not first.any():
             raise GrammarError("structured_outputs: no token of the vocabulary begins such a text")
         return Grammar(matcher, self._vocab_size)
@@ -196,32 +197,52 @@ class GrammarState:
         self.check()
 
     def forced_tokens(self) -> list[int]:
-        """Return the next tokens as far as `fill` would allow one alone in place of each."""
+        """Return the next tokens as far as `fill_masks` would allow one alone in each place."""
         tokens = takewhile(lambda x: x < self._vocab_size, self._matcher.compute_ff_tokens())
         return [*tokens]
 
     def check(self) -> None:
         """Raise a GrammarError if the grammar became too complex for what was asked so far.
 
-        `fill` then allows only the end, at which the text may not match.
+        `fill_masks` then allows only the end, at which the text may not match.
         """
         if self._matcher.is_error():
             raise GrammarError(self._matcher.get_error())
 
-    def fill(self, mask: np.ndarray) -> None:
-        """Write which tokens may be next.
 
-        Args:
-            mask: `i32[ceil(vocab_size / 32)]`, token `32 i + j` is bit j of entry i.
-        """
-        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
-        mask[:] = allowed[: mask.size]
-        # The end of the text is a token behind the vocabulary, and here the tokens that end a row.
-        entry, bit = divmod(self._vocab_size, 32)
-        if allowed[entry] >> bit & 1:
-            mask[entry:] &= ~np.left_shift(np.int32(1), np.int32(bit))
-            bits = np.left_shift(np.int32(1), self._stops % 32, dtype=np.int32)
-            np.bitwise_or.at(mask, self._stops // 32, bits)
+def empty_masks(num_rows: int, vocab_size: int) -> np.ndarray:
+    """Return `i32[num_rows, V // 32 + 1]` with all bits set: all tokens may be next."""
+    return np.full((num_rows, vocab_size // 32 + 1), -1, np.int32)
+
+
+def fill_masks(states: Sequence[tuple[int, GrammarState]], masks: np.ndarray) -> None:
+    """Write which tokens may be next, in threads and without Python's lock.
+
+    Args:
+        states: each with its row of the masks.
+        masks: of `empty_masks`; token `32 i + j` is bit j of entry i of a row.
+    """
+    if not states:
+        return
+    matchers = [(state._matcher, row) for row, state in states]
+    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+    # The end of the text is a token behind the vocabulary, and here the tokens that end a row.
+    entry, bit = divmod(states[0][1]._vocab_size, 32)
+    end = np.left_shift(np.int32(1), np.int32(bit))
+    ends = masks[:, entry] & end != 0
+    masks[:, entry] &= ~end
+    for row, state in states:
+        if ends[row]:
+            bits = np.left_shift(np.int32(1), state._stops % 32, dtype=np.int32)
+            np.bitwise_or.at(masks[row], state._stops // 32, bits)
+
+
+@lru_cache(maxsize=1)
+def _executor() -> Any:
+    """Return the threads that fill masks, in which rows do not wait for one another."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 class _Tokens:

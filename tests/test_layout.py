@@ -101,7 +101,8 @@ def test_a_room_of_the_engine_imports_no_higher_one(index):
 # Who writes the fields of a sequence; each has one owner.
 OWNERS = {
     "requests/sequence.py": (
-        "request output token_ids max_len mode stop_token_ids detokenizer grammar routed_experts"
+        "request output token_ids max_len mode stop_token_ids detokenizer grammar is_forced"
+        " num_free routed_experts"
     ),
     "schedule/scheduler.py": "slot num_starts num_computed num_pending decoding fork_source forks",
     "schedule/kv_cache_manager.py": "num_stored pages window_pages lease caches block_hashes",

@@ -108,8 +108,8 @@ def serve(engine: Engine, params: Sequence[SamplingParams]) -> dict[str, Any]:
         engine.step()
         lens = [len(request.outputs[0].token_ids) for request in requests]
         if min(lens) >= first and not any(request.finished for request in requests):
-            steps = engine.stats().num_steps
-            points.append((time.perf_counter(), steps, sum(masks_s), sum(lens)))
+            count = engine.stats().num_steps
+            points.append((time.perf_counter(), count, sum(masks_s), sum(lens)))
     errors = [request.error for request in requests if request.error]
     if errors or len(points) < 2:
         raise RuntimeError(f"{len(points)} steps in which all rows decode: {errors[:1]}")

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from pallas_paged.engine import SamplingParams, StructuredOutputsParams
+from pallas_paged.engine.schedule import scheduler
 from tests.support.engine_calls import (
     PROMPTS,
     greedy,
@@ -48,7 +49,7 @@ def test_every_completion_that_stops_matches(engine, fields, holds):
     assert any(output.finish_reason == "stop" for output in outputs)
 
 
-def test_rows_with_and_without_grammars_share_calls_of_several_steps(engine):
+def test_rows_with_and_without_grammars_share_calls(engine):
     steps_of(engine, 8)
     plain = sampling(max_tokens=20)
     alone = tokens_of(serve(engine, [PROMPTS[1]], plain))
@@ -57,6 +58,25 @@ def test_rows_with_and_without_grammars_share_calls_of_several_steps(engine):
     assert tokens_of(requests)[0] == alone[0]
     assert is_list(requests[1].outputs[0].text)
     assert requests[2].outputs[0].text in ("ab", "cde")
+
+
+def test_steps_that_go_ahead_of_their_masks_draw_the_same_tokens(engine, monkeypatch):
+    """Also where rows end, are forced, wait for others or for pages, or have no grammar."""
+    options = [structured(**fields) for fields, _ in CASES] + [{}, structured(regex="[ab]+")]
+    params = [sampling(**one, seed=i, max_tokens=24) for i, one in enumerate(options * 2)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    before = engine.stats().num_preemptions
+    found, num_ahead, go = [], [], scheduler.Scheduler._goes_ahead.fget
+    for least in (10**9, 0, 3):
+        monkeypatch.setattr(scheduler, "_FREE_TOKENS", least)
+        ahead = []
+        spy = property(lambda one, ahead=ahead: (ahead.append(go(one)), ahead[-1])[1])
+        monkeypatch.setattr(scheduler.Scheduler, "_goes_ahead", spy)
+        found.append(tokens_of(serve(engine, prompts, params)))
+        num_ahead.append(sum(ahead))
+    assert found[0] == found[1] == found[2]
+    assert num_ahead[0] < num_ahead[2] <= num_ahead[1]
+    assert engine.stats().num_preemptions > before
 
 
 def test_samples_of_a_prompt_have_states_of_their_own(engine):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,17 @@ import numpy as np
 from pallas_paged.checks import pytree
 from pallas_paged.engine.config import EngineConfig, SpeculativeConfig
 from pallas_paged.engine.device.state import Array, EngineState
+from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.sampling.logprobs import Logprobs
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.schedule.calls import Chunk, Decode, DraftOutput
+from pallas_paged.engine.schedule.calls import (
+    Chunk,
+    Decode,
+    DraftOutput,
+    RunnerOutput,
+    SchedulerOutput,
+    SequenceOutput,
+)
 
 _MIN_SLOTS = 8
 _MIN_TOKENS = 128  # fewer take as long, because a step reads all weights
@@ -68,7 +77,8 @@ class Batch:
             `max_num_steps` are then tokens of a row.
         num_verifications: `i32[]`, most steps of that call; else None.
         masks: of the rows that sample, `i32[D, V // 32 + 1]`, or of all slots with chunks: token
-            `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`.
+            `32 i + j` may be drawn where bit j of entry i is set. None unless `mode.masks`, and
+            where a step is to leave its logits `Undrawn`.
     """
 
     decode_slots: Array
@@ -131,11 +141,17 @@ class BatchBuckets:
         shape: Shape,
         mode: SamplingMode,
         num_verifications: int = 0,
+        *,
+        max_num_steps: int | None = None,
     ) -> Batch:
-        """Pack a schedule into a batch of a shape that has room for it."""
+        """Pack a schedule into a batch of a shape that has room for it.
+
+        `max_num_steps` is that of the config by default; with chunks it is 1.
+        """
         num_slots, num_tokens, *drafts = shape
         config = self.config
-        max_num_steps = config.max_tokens_of_call if drafts else config.num_scheduler_steps
+        if max_num_steps is None:
+            max_num_steps = config.max_tokens_of_call if drafts else config.num_scheduler_steps
         first = num_slots - len(decodes) if num_tokens else 0
         place = slice(first, first + len(decodes))
         decoding = np.full(num_slots, config.max_num_seqs, np.int32)
@@ -235,6 +251,7 @@ class StepOutput:
         routed_experts: of each token that was computed, `i32[K, R, L, k]`, or `i32[T, L, k]` with
             chunks; None if the mode does not ask for them, or the model reports none.
         pooled: `f32[max_num_seqs, E]`, of each chunk the sum of hidden states, or None.
+        undrawn: of a step without tokens, in which no row took part so far; else None.
     """
 
     token_ids: jax.Array
@@ -248,6 +265,22 @@ class StepOutput:
     drafts: DraftOutput | None = None
     routed_experts: jax.Array | None = None
     pooled: jax.Array | None = None
+    undrawn: Undrawn | None = None
+
+
+@pytree
+class Undrawn:
+    """What a step leaves to draw from, once the host knows the masks.
+
+    Attributes:
+        logits: `f32[D, V]`.
+        rows: `i32[D]`, slots that draw, out of range for the others.
+        lens: `i32[D]`, tokens of the rows.
+    """
+
+    logits: jax.Array
+    rows: jax.Array
+    lens: jax.Array
 
 
 def output_of(
@@ -273,4 +306,87 @@ def output_of(
         prompt_logprobs=prompt_logprobs,
         routed_experts=routed_experts,
         drafts=drafts,
+    )
+
+
+def read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) -> RunnerOutput:
+    """Return what a call has computed, of its output as NumPy arrays; errors as of `read`."""
+    if not output.valid:
+        raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
+    decodes, chunks, num_steps = scheduled.decodes, scheduled.chunks, scheduled.num_steps
+    tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
+
+    def pages_of(mapping: Any) -> list[Any]:
+        """Return the page of each new token: of each row, or with chunks of all in one list."""
+        if mapping is None:  # there is one table
+            return [] if chunks else [[]] * len(decodes)
+        return ((mapping if chunks else mapping[:num_steps]) // page_size).T.tolist()
+
+    pages, window_pages = pages_of(output.slot_mapping), pages_of(output.window_slot_mapping)
+    # With chunks, the tokens of these come first, and those of decoding rows last.
+    starts = [0] * len(decodes)
+    if chunks:
+        starts = [*range(output.slot_mapping.size - len(decodes), output.slot_mapping.size)]
+        starts += accumulate([len(chunk.token_ids) for chunk in chunks[:-1]], initial=0)
+    sequences: list[SequenceOutput] = []
+    computed: list[Decode | Chunk] = [*decodes, *chunks]
+    for index, (one, start) in enumerate(zip(computed, starts, strict=True)):
+        sequence, params = one.sequence, one.sequence.request.params
+        # Sequences that have ended meanwhile have no slot; none has another, because pages are
+        # taken from a sequence only while nothing is in flight.
+        if sequence.slot is None:
+            continue
+        chunk = one if isinstance(one, Chunk) else None
+        row, token_ids = sequence.slot if chunks else index, []
+        if chunk is None or chunk.is_last:
+            token_ids = tokens[row]
+            if token_ids[-1] == NOT_SAMPLED:
+                token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
+        end = start + len(token_ids if chunk is None else chunk.token_ids)
+
+        place: Any = slice(start, end) if chunks else (slice(end), row)
+        logprobs = prompt_logprobs = experts = None
+        if token_ids and params.num_logprobs is not None:
+            sampled = slice(len(token_ids)), row
+            logprobs = _read_logprobs(output.logprobs, sampled, token_ids, params.num_logprobs)
+        if chunk is not None and (targets := chunk.targets) is not None:
+            wanted, most = slice(start, start + len(targets)), params.prompt_logprobs or 0
+            prompt_logprobs = _read_logprobs(output.prompt_logprobs, wanted, targets, most)
+        if sequence.mode.routed_experts and output.routed_experts is not None:
+            experts = np.asarray(output.routed_experts[place], np.int16)
+        pooled = None
+        if chunk is not None and sequence.mode.pooling and output.pooled is not None:
+            pooled = output.pooled[index - len(decodes)]
+        sequences.append(
+            SequenceOutput(
+                scheduled=one,
+                pages=(pages if chunks else pages[index])[start:end],
+                window_pages=(window_pages if chunks else window_pages[index])[start:end],
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                routed_experts=experts,
+                pooled=None if pooled is None else np.array(pooled),
+            )
+        )
+    drafts, windows = output.drafts, output.num_free_window_pages
+    return RunnerOutput(
+        drafts=None if drafts is None else DraftOutput(*(x.tolist() for x in drafts)),
+        num_free=int(output.num_free),
+        num_free_window_pages=0 if windows is None else int(windows),
+        sequences=sequences,
+    )
+
+
+def _read_logprobs(
+    logprobs: Logprobs | None, place: Any, token_ids: list[int], num_logprobs: int
+) -> LogprobSequence:
+    """Return what arrays have of tokens at a place, with this number of the most probable."""
+    assert logprobs is not None
+    return LogprobSequence(
+        token_ids,
+        logprobs.logprob[place].tolist(),
+        logprobs.rank[place].tolist(),
+        logprobs.top_token_ids[place][:, :num_logprobs].ravel().tolist(),
+        logprobs.top_logprobs[place][:, :num_logprobs].ravel().tolist(),
     )

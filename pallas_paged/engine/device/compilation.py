@@ -39,6 +39,7 @@ class Compilation:
         kind: Any = None,
         programs: dict[Any, jax.stages.Compiled] | None = None,
         cache: ProgramCache | None = None,
+        then: Compilation | None = None,
     ):
         """Take what to compile.
 
@@ -48,8 +49,10 @@ class Compilation:
             kind: of the program in `programs`.
             programs: where a program of the cache is put; others are found by the call itself.
             cache: of programs in files.
+            then: of the program that runs behind this one, which JAX's own cache has if `cache` has
+                this one.
         """
-        self.kind = kind
+        self.kind, self._then = kind, then
         self._function, self._programs, self._cache = function, programs, cache
         self._arguments = jax.tree.map(_type_of, arguments)
 
@@ -72,6 +75,19 @@ class Compilation:
             assert self._programs is not None
             self._cache.save(self._arguments, program)
             self._programs[self.kind] = program
+        if self._then is not None:
+            self._then.finish(self._then.lower())
+
+
+def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
+    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
+    if not show:
+        return steps
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, total=total, unit=unit, disable=None)
 
 
 def compile_all(

@@ -17,13 +17,13 @@ import numpy as np
 
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device import program
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.batch import Batch, StepOutput
-from pallas_paged.engine.device.compilation import Compilation, compile_all
+from pallas_paged.engine.device.compilation import Compilation, compile_all, progress_bar
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers
-from pallas_paged.engine.device.program import ProgramCache, make_step
 from pallas_paged.engine.device.state import (
     CHANGES,
     EngineState,
@@ -81,17 +81,6 @@ def interrupts_held() -> Iterator[None]:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
-    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
-    if not show:
-        return steps
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return steps
-    return tqdm(steps, total=total, unit=unit, disable=None)
 
 
 def _followed(
@@ -177,12 +166,14 @@ class Executor:
         of_draft = None
         if draft is not None and draft_weights is not None:
             of_draft = draft, draft_weights.structure
-        self._step = make_step(model, weights.structure, kernels, shardings, of_draft)
+        self._step = program.make_step(model, weights.structure, kernels, shardings, of_draft)
         mesh = placement.mesh
         self._programs: dict[Any, jax.stages.Compiled] = {}  # of the batches of a kind
         self._program_cache = None
         if mesh is None and followers is None:
-            self._program_cache = ProgramCache.of(model, [*kernels], placement.devices[0], draft)
+            self._program_cache = program.ProgramCache.of(
+                model, [*kernels], placement.devices[0], draft
+            )
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._changes: dict[Any, Callable[..., EngineState]] = {}  # jitted, from their first use on
         self._change_compilations: list[Compilation] = []
@@ -214,7 +205,7 @@ class Executor:
     @_followed
     def step(self, batch: Batch) -> StepOutput:
         """Dispatch a batch."""
-        kind = _kind(batch)
+        kind = program.kind_of(batch)
         if self._program_cache is not None and kind not in self._programs:
             one = self.compilation(batch)
             if not one.load():
@@ -225,6 +216,21 @@ class Executor:
         if not batch.mode.penalties:
             self.state = replace(self.state, counts=counts)
         return output
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether a decode step with masks leaves that to `draw`: on one device, without drafts.
+
+        The device computes logits while the host fills the masks.
+        """
+        return self.placement.mesh is None and self.config.speculation is None
+
+    def draw(self, batch: Batch, output: StepOutput) -> StepOutput:
+        """Dispatch the draw of a step's `Undrawn` output; the batch has masks."""
+        new, token_ids, logprobs = program.make_draw()(self._drawing(batch), batch, output.undrawn)
+        changed = {"counts": new.counts} if batch.mode.penalties else {}
+        self.state = replace(self.state, slots=new.slots, **changed)
+        return replace(output, token_ids=token_ids, logprobs=logprobs, undrawn=None)
 
     @_followed
     def update_table(self, *updates: TableArrays) -> None:
@@ -291,8 +297,12 @@ class Executor:
 
     def compilation(self, batch: Batch) -> Compilation:
         """Return the compilation of a batch's step, which other threads may run."""
-        arguments, programs = self._arguments(batch), self._programs
-        return Compilation(self._step, arguments, _kind(batch), programs, self._program_cache)
+        arguments, programs, then = self._arguments(batch), self._programs, None
+        if batch.mode.masks and batch.masks is None:
+            undrawn = program.draw_types(batch, self.model.vocab_size, self.state.valid.sharding)
+            then = Compilation(program.make_draw(), (self._drawing(batch), *undrawn))
+        cache = self._program_cache
+        return Compilation(self._step, arguments, program.kind_of(batch), programs, cache, then)
 
     @contextmanager
     def collecting_changes(self) -> Iterator[None]:
@@ -316,10 +326,14 @@ class Executor:
         draft_leaves = () if self.draft_weights is None else self.draft_weights.leaves
         return self.weights.leaves, state, batch, self._peers, draft_leaves
 
+    def _drawing(self, batch: Batch) -> EngineState:
+        """Return what of the state the draw of a batch takes."""
+        taken = ("slots", "counts") if batch.mode.penalties else ("slots",)
+        return replace(self.state, **_without(taken))
+
     def _change(self, change: Callable[..., EngineState], *args: Any) -> None:
         """Change the state by a function of `CHANGES`."""
-        others: dict[str, Any] = {name: None for name in _ARRAYS if name not in CHANGES[change]}
-        given = replace(self.state, **others)
+        given = replace(self.state, **_without(CHANGES[change]))
         if change not in self._changes:
             shardings = None if self.placement.mesh is None else Shardings.of(given)
             self._changes[change] = jit_change(change, shardings)
@@ -380,14 +394,7 @@ class Executor:
         return counts
 
 
-# Of a state: fields of arrays.
-_ARRAYS = [one.name for one in fields(EngineState) if one.name != "kept_tokens"]
-
-
-def _kind(batch: Batch) -> tuple[Any, ...]:
-    """Return what batches of one program have in common."""
-    num_tokens, has_experts = None, False
-    if (chunks := batch.chunks) is not None:
-        num_tokens, has_experts = chunks.token_ids.size, chunks.routed_experts is not None
-    shape = batch.decode_slots.size, num_tokens, has_experts
-    return *shape, batch.mode, batch.max_num_steps, batch.speculation
+def _without(names: Iterable[str]) -> dict[str, Any]:
+    """Return None for each field of a state's arrays but these."""
+    arrays = (one.name for one in fields(EngineState) if one.name != "kept_tokens")
+    return dict.fromkeys(set(arrays).difference(names))

@@ -17,20 +17,22 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jax.experimental import serialize_executable
 
 from pallas_paged.attention.partition import sources_key
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels
-from pallas_paged.engine.device.batch import Batch, Shape
+from pallas_paged.engine.device.batch import Batch, Shape, Undrawn
 from pallas_paged.engine.device.call import Call
 from pallas_paged.engine.device.lookup import add_sampled
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.device.speculation import speculate
 from pallas_paged.engine.device.state import EngineState
-from pallas_paged.engine.device.step import Result, decode, prefill_and_decode
+from pallas_paged.engine.device.step import Result, decode, draw_later, prefill_and_decode
 from pallas_paged.engine.model import Model
+from pallas_paged.engine.requests.grammar import empty_masks
 from pallas_paged.engine.requests.input_processor import check_lists
 from pallas_paged.engine.sampling_params import (
     MAX_LOGPROBS,
@@ -122,6 +124,25 @@ def make_step(
     return jax.jit(step, donate_argnames="state", **options)
 
 
+@lru_cache(maxsize=1)
+def make_draw() -> Callable[..., Any]:
+    """Return `draw_later`, jitted for one device; the state is donated."""
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
+    return jax.jit(draw_later, donate_argnums=0, compiler_options=options)
+
+
+def draw_types(batch: Batch, vocab_size: int, sharding: Any) -> tuple[Batch, Undrawn]:
+    """Return what `make_draw` takes behind the state, after a step of this batch without masks."""
+
+    def of(*shape: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    num_rows = batch.decode_slots.size
+    logits, rows = of(num_rows, vocab_size, dtype=np.float32), of(num_rows)
+    masks = empty_masks(num_rows, vocab_size)
+    return replace(batch, masks=masks), Undrawn(logits=logits, rows=rows, lens=rows)
+
+
 def modes_for(params: WarmupParams) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
@@ -159,6 +180,15 @@ def fit_mode(mode: SamplingMode, shape: Shape) -> SamplingMode:
     if len(shape) > 2:  # with drafts
         mode = replace(mode, penalties=False, masks=False, routed_experts=False)
     return mode if shape[1] else replace(mode, prompt_logprobs=-1, pooling=False)
+
+
+def kind_of(batch: Batch) -> tuple[Any, ...]:
+    """Return what batches of one program have in common."""
+    num_tokens, has_experts = None, False
+    if (chunks := batch.chunks) is not None:
+        num_tokens, has_experts = chunks.token_ids.size, chunks.routed_experts is not None
+    shape = batch.decode_slots.size, num_tokens, has_experts
+    return *shape, batch.mode, batch.max_num_steps, batch.speculation
 
 
 _FOLDER = "pallas_paged-steps"  # in the folder of JAX's compilation cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, reduce
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from operator import or_
 from typing import Any
 
@@ -13,25 +13,21 @@ import jax
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX
-from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, BatchBuckets, Shape, StepOutput
+from pallas_paged.engine.device.batch import Batch, BatchBuckets, Shape, StepOutput, read_output
 from pallas_paged.engine.device.compilation import Compilation
 from pallas_paged.engine.device.compiled_steps import CompiledSteps, Step
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.program import fit_mode
 from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states
-from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.grammar import empty_masks, fill_masks
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.sampling.logprobs import Logprobs
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.schedule.calls import (
     Attachment,
     Chunk,
     Decode,
-    DraftOutput,
     RunnerOutput,
     SchedulerOutput,
-    SequenceOutput,
 )
 from pallas_paged.engine.schedule.kv_cache_manager import TableUpdate
 from pallas_paged.pages.table import PageTable
@@ -58,6 +54,7 @@ class ModelRunner:
         self.executor = executor
         self.buckets = BatchBuckets(config)
         self.steps = CompiledSteps(self.buckets, self._compilation)
+        self._undrawn: Batch | None = None  # of the newest call, if it waits for masks
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
@@ -91,7 +88,7 @@ class ModelRunner:
 
     def empty_batch(self, shape: Shape, mode: SamplingMode) -> Batch:
         """Return a batch that computes nothing."""
-        return self._with_masks(self.buckets.pack([], [], shape, mode), [], [])
+        return self._pack([], [], shape, mode)
 
     def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
         """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
@@ -117,7 +114,7 @@ class ModelRunner:
             self.steps.add(step)
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
-            self._run([], [], shape, mode)
+            self.draw([], self._run([], [], shape, mode))
         self._change_nothing()
         if any(mode.penalties for _, mode in steps):
             no_slot = self.executor.config.max_num_seqs
@@ -169,6 +166,18 @@ class ModelRunner:
             self.steps.compile((shape, mode), self._step_after(scheduled))
         return self._run(decodes, chunks, shape, mode, scheduled.num_verifications)
 
+    def draw(self, decodes: list[Decode], output: StepOutput) -> StepOutput:
+        """Let the newest call draw its tokens, if it waits for that; all before must be read.
+
+        Returns:
+            What `read` waits for.
+        """
+        if self._undrawn is not None:
+            batch, self._undrawn = self._undrawn, None
+            output = self.executor.draw(self._with_masks(batch, decodes, []), output)
+            _copy_to_host(output)
+        return output
+
     def read(self, scheduled: SchedulerOutput, output: StepOutput) -> RunnerOutput:
         """Wait for a call, and return what it has computed, sequence by sequence.
 
@@ -176,7 +185,7 @@ class ModelRunner:
             RuntimeError: the page table did not have what the host counted on.
         """
         output = self.executor.read(output)
-        return _read_output(scheduled, output, self.executor.config.page_size)
+        return read_output(scheduled, output, self.executor.config.page_size)
 
     def _run(
         self,
@@ -189,11 +198,31 @@ class ModelRunner:
         """Dispatch a batch."""
         has_experts = any(chunk.routed_experts is not None for chunk in chunks)
         shape, mode = self.steps.choose(shape, mode, has_experts)
-        batch = self.buckets.pack(decodes, chunks, shape, mode, num_verifications)
-        output = self.executor.step(self._with_masks(batch, decodes, chunks))
-        for leaf in jax.tree.leaves(output):
-            leaf.copy_to_host_async()
+        batch = self._pack(decodes, chunks, shape, mode, num_verifications)
+        output = self.executor.step(batch)
+        if output.undrawn is None:
+            _copy_to_host(output)
+        else:
+            self._undrawn = batch
         return output
+
+    def _pack(
+        self,
+        decodes: list[Decode],
+        chunks: list[Chunk],
+        shape: Shape,
+        mode: SamplingMode,
+        num_verifications: int = 0,
+    ) -> Batch:
+        """Pack a batch, with the masks that its mode has unless its draw is to wait for them."""
+        draws_apart = mode.masks and not shape[1] and self.executor.draws_apart
+        steps = 1 if draws_apart else None
+        batch = self.buckets.pack(
+            decodes, chunks, shape, mode, num_verifications, max_num_steps=steps
+        )
+        if not mode.masks or draws_apart:
+            return batch
+        return self._with_masks(batch, decodes, chunks)
 
     def _step_after(self, scheduled: SchedulerOutput) -> Step | None:
         """Return the step of the decode steps that follow the last chunks, or None."""
@@ -205,16 +234,14 @@ class ModelRunner:
         return shape, fit_mode(reduce(or_, (one.mode for one in sequences)), shape)
 
     def _with_masks(self, batch: Batch, decodes: list[Decode], chunks: list[Chunk]) -> Batch:
-        """Return a batch with the masks that its mode has; rows without a grammar allow all."""
-        if not batch.mode.masks:
-            return batch
+        """Return a batch with masks; rows without a grammar, or that have ended, allow all."""
         masks = empty_masks(batch.decode_slots.size, self.executor.model.vocab_size)
         sampling = [x.sequence for x in decodes] + [x.sequence for x in chunks if x.is_last]
         fill_masks(
             [
                 (row if batch.chunks is None else sequence.running_slot, sequence.grammar)
                 for row, sequence in enumerate(sampling)
-                if sequence.grammar is not None
+                if sequence.grammar is not None and not sequence.finished
             ],
             masks,
         )
@@ -258,6 +285,11 @@ class ModelRunner:
         num_slots = self.executor.config.max_num_seqs
         src, dst = (_padded([x[i] for x in forks], num_slots, num_slots) for i in (0, 1))
         self.executor.fork(src, dst)
+
+
+def _copy_to_host(output: StepOutput) -> None:
+    for leaf in jax.tree.leaves(output):
+        leaf.copy_to_host_async()
 
 
 Piece = tuple[list[int], list[int], list[int], list[Attachment]]
@@ -305,86 +337,3 @@ def _padded(values: list[int], size: int, padding: int) -> np.ndarray:
     padded = np.full(size, padding, np.int32)
     padded[: len(values)] = values
     return padded
-
-
-def _read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) -> RunnerOutput:
-    """Return what a call has computed, of its output as NumPy arrays; errors as of `read`."""
-    if not output.valid:
-        raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
-    decodes, chunks, num_steps = scheduled.decodes, scheduled.chunks, scheduled.num_steps
-    tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
-
-    def pages_of(mapping: Any) -> list[Any]:
-        """Return the page of each new token: of each row, or with chunks of all in one list."""
-        if mapping is None:  # there is one table
-            return [] if chunks else [[]] * len(decodes)
-        return ((mapping if chunks else mapping[:num_steps]) // page_size).T.tolist()
-
-    pages, window_pages = pages_of(output.slot_mapping), pages_of(output.window_slot_mapping)
-    # With chunks, the tokens of these come first, and those of decoding rows last.
-    starts = [0] * len(decodes)
-    if chunks:
-        starts = [*range(output.slot_mapping.size - len(decodes), output.slot_mapping.size)]
-        starts += accumulate([len(chunk.token_ids) for chunk in chunks[:-1]], initial=0)
-    sequences: list[SequenceOutput] = []
-    computed: list[Decode | Chunk] = [*decodes, *chunks]
-    for index, (one, start) in enumerate(zip(computed, starts, strict=True)):
-        sequence, params = one.sequence, one.sequence.request.params
-        # Sequences that have ended meanwhile have no slot; none has another, because pages are
-        # taken from a sequence only while nothing is in flight.
-        if sequence.slot is None:
-            continue
-        chunk = one if isinstance(one, Chunk) else None
-        row, token_ids = sequence.slot if chunks else index, []
-        if chunk is None or chunk.is_last:
-            token_ids = tokens[row]
-            if token_ids[-1] == NOT_SAMPLED:
-                token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-        end = start + len(token_ids if chunk is None else chunk.token_ids)
-
-        place: Any = slice(start, end) if chunks else (slice(end), row)
-        logprobs = prompt_logprobs = experts = None
-        if token_ids and params.num_logprobs is not None:
-            sampled = slice(len(token_ids)), row
-            logprobs = _read_logprobs(output.logprobs, sampled, token_ids, params.num_logprobs)
-        if chunk is not None and (targets := chunk.targets) is not None:
-            wanted, most = slice(start, start + len(targets)), params.prompt_logprobs or 0
-            prompt_logprobs = _read_logprobs(output.prompt_logprobs, wanted, targets, most)
-        if sequence.mode.routed_experts and output.routed_experts is not None:
-            experts = np.asarray(output.routed_experts[place], np.int16)
-        pooled = None
-        if chunk is not None and sequence.mode.pooling and output.pooled is not None:
-            pooled = output.pooled[index - len(decodes)]
-        sequences.append(
-            SequenceOutput(
-                scheduled=one,
-                pages=(pages if chunks else pages[index])[start:end],
-                window_pages=(window_pages if chunks else window_pages[index])[start:end],
-                token_ids=token_ids,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                routed_experts=experts,
-                pooled=None if pooled is None else np.array(pooled),
-            )
-        )
-    drafts, windows = output.drafts, output.num_free_window_pages
-    return RunnerOutput(
-        drafts=None if drafts is None else DraftOutput(*(x.tolist() for x in drafts)),
-        num_free=int(output.num_free),
-        num_free_window_pages=0 if windows is None else int(windows),
-        sequences=sequences,
-    )
-
-
-def _read_logprobs(
-    logprobs: Logprobs | None, place: Any, token_ids: list[int], num_logprobs: int
-) -> LogprobSequence:
-    """Return what arrays have of tokens at a place, with this number of the most probable."""
-    assert logprobs is not None
-    return LogprobSequence(
-        token_ids,
-        logprobs.logprob[place].tolist(),
-        logprobs.rank[place].tolist(),
-        logprobs.top_token_ids[place][:, :num_logprobs].ravel().tolist(),
-        logprobs.top_logprobs[place][:, :num_logprobs].ravel().tolist(),
-    )

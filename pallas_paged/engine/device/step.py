@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from pallas_paged.engine.device.attend import decode_places
 from pallas_paged.engine.device.batch import (
     NOT_SAMPLED,
+    Batch,
     ChunkBatch,
     StepOutput,
+    Undrawn,
     output_of,
 )
 from pallas_paged.engine.device.call import Call, follow
@@ -35,6 +37,8 @@ Result = tuple[EngineState, StepOutput]
 def decode(call: Call, state: EngineState) -> Result:
     """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
     batch = call.batch
+    if batch.mode.masks and batch.masks is None:
+        return _leave_undrawn(call, state)
 
     def step(index: jax.Array, state: EngineState) -> tuple[EngineState, Any, jax.Array]:
         state, rows, ok = _extend(call, state, index < batch.num_steps)
@@ -81,6 +85,40 @@ def decode(call: Call, state: EngineState) -> Result:
     carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[3], body, carry)
     _, state, outputs, _ = carry
     return state, output_of(state, *outputs)
+
+
+def _leave_undrawn(call: Call, state: EngineState) -> Result:
+    """Run a decode step up to its logits, which `draw_later` takes."""
+    state, rows, _ = _extend(call, state, call.batch.num_steps > 0)
+    lens = _seq_lens(state.table, rows)
+    tokens = state.slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
+    state, hidden, mappings, experts = call.hidden(
+        state, tokens, rows, lens - 1, decode_rows=rows, chunks=None
+    )
+    undrawn = Undrawn(logits=call.logits(hidden), rows=rows, lens=lens)
+    mappings, experts = jax.tree.map(lambda x: x[None], (mappings, experts))
+    token_ids = jnp.full((1, rows.size), NOT_SAMPLED)
+    output = output_of(state, token_ids, mappings, None, experts)
+    return state, replace(output, undrawn=undrawn)
+
+
+def draw_later(
+    state: EngineState, batch: Batch, undrawn: Undrawn
+) -> tuple[EngineState, jax.Array, Logprobs | None]:
+    """Draw what a step has left, now that the batch has masks.
+
+    Args:
+        state: its `slots` and `counts`; other arrays may be None.
+        batch: of that step, with masks.
+        undrawn: of its output.
+
+    Returns:
+        The state, and of the output `token_ids` and `logprobs`.
+    """
+    call: Any = Call(model=None, params=None, batch=batch, kernels=None, peers=None)  # type: ignore
+    where = batch.decode_slots, undrawn.rows, undrawn.lens
+    state, *drawn = _sample(call, state, undrawn.logits, *where)
+    return state, *jax.tree.map(lambda x: x[None], drawn)
 
 
 def prefill_and_decode(call: Call, state: EngineState) -> Result:

@@ -26,7 +26,7 @@ from pallas_paged.pages.prefix_cache import PrefixCache
 _CALL_SECONDS = 0.01  # of a call of several steps: how long a new request may have to wait for it
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Call:
     """A call in flight, with the host's counts after its schedule."""
 
@@ -81,6 +81,7 @@ class Replica:
             watermark=int(config.watermark * num_pages),
             drafting=self.drafting,
             max_tokens_of_call=config.max_tokens_of_call,
+            draws_apart=executor.draws_apart,
         )
         self.counters = Counters(
             num_free_pages=num_pages, num_free_window_pages=self.num_window_pages
@@ -142,6 +143,8 @@ class Replica:
             )
         )
         self.counters.num_calls += 1
+        if len(self._calls) == 1:
+            self._draw()
         return 1
 
     def finish_step(self, dispatched: int) -> None:
@@ -235,13 +238,20 @@ class Replica:
     def _read(self) -> None:
         """Wait for the oldest call in flight, and take what it has computed."""
         call = self._calls.popleft()
-        is_late = call.output.num_free.is_ready()  # type: ignore[attr-defined]
+        is_late = call.output.token_ids.is_ready()  # type: ignore[attr-defined]
         output = self.runner.read(call.scheduled, call.output)
         now = time.perf_counter()
         self.scheduler.update(output, call.page_balance)
         self._count(call, output, now, is_late)
         self.outputs.process(output, now)
+        self._draw()
         self._reschedule()
+
+    def _draw(self) -> None:
+        """Let the call draw that goes on from tokens which have just been read, if there is one."""
+        if self._calls:
+            call = self._calls[0]
+            call.output = self.runner.draw(call.scheduled.decodes, call.output)
 
     def _reschedule(self) -> None:
         """Tell the scheduler which sequences have ended and which begin."""

@@ -34,6 +34,8 @@ class Sequence:
         stop_token_ids: tokens that end it, as the last of its tokens, without text.
         detokenizer: None if no text is wanted.
         grammar: how far its text is within its grammar; None if it has none.
+        is_forced: whether that leaves no choice of the tokens behind the one in flight.
+        num_free: newest tokens behind which it left a choice.
         routed_experts: of each new token that was computed, `i16[L, k]`; those of the prompt are in
             the request, which forks share.
     Attributes, of `Scheduler`:
@@ -63,6 +65,8 @@ class Sequence:
     stop_token_ids: Collection[int] = ()
     detokenizer: IncrementalDetokenizer | None = None
     grammar: GrammarState | None = None
+    is_forced: bool = False
+    num_free: int = 0
     routed_experts: list[np.ndarray] = field(default_factory=list)
     slot: int | None = None
     num_starts: int = 0
@@ -123,10 +127,14 @@ class Sequence:
         """Tokens that it may still sample, beside those that are pending."""
         return self.max_len - len(self.token_ids) - self.num_pending
 
-    @property
-    def can_decode(self) -> bool:
-        # What a grammar allows next depends on the token before, which the host must have read.
-        waits = self.grammar is not None and self.num_pending > 0
+    def can_decode(self, ahead: bool = False) -> bool:
+        """Whether it can be in the next decode step.
+
+        What a grammar allows next depends on the token before, which the host must have read; if
+        the step goes ahead, by the time that it draws. Forced tokens are computed as a chunk.
+        """
+        most = 1 if ahead and not self.is_forced else 0
+        waits = self.grammar is not None and self.num_pending > most
         return self.decoding and self.num_to_decode > 0 and not waits
 
     @property
@@ -225,11 +233,17 @@ class Sequence:
         """
         params = self.request.params
         if self.grammar is None or params.needs_logprobs or params.return_routed_experts:
+            self.num_free += 1
             return None
         try:
             forced = self.grammar.forced_tokens()
         except Exception as error:
             return self.request.fail(error)
+        self.num_free = 0 if forced else self.num_free + 1
+        # A step in flight draws the first of them.
+        self.is_forced = self.num_pending > 0 and len(forced) > 1
+        if self.num_pending:
+            return None
         reasons = (self.append(token_id) for token_id in forced)
         return next((reason for reason in reasons if reason is not None), None)
 

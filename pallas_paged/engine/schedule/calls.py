@@ -76,12 +76,12 @@ class SchedulerOutput:
         nothing_waits: whether the next call is of these sequences, unless a request comes.
     """
 
-    attachments: list[Attachment]
-    forks: list[tuple[int, int]]
-    decodes: list[Decode]
-    resumed: list[Sequence]
-    chunks: list[Chunk]
-    num_steps: int
+    attachments: list[Attachment] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    decodes: list[Decode] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    num_steps: int = 1
     window_attachments: list[Attachment] = field(default_factory=list)
     num_drafts: int = 0
     num_verifications: int = 0

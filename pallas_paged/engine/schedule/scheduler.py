@@ -21,6 +21,8 @@ from pallas_paged.engine.schedule.calls import (
 )
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 
+_FREE_TOKENS = 8  # that a grammar has not forced, after which more of them are expected
+
 
 class Scheduler:
     """Decides, step by step, which sequences have slots and what they compute.
@@ -47,13 +49,24 @@ class Scheduler:
         watermark: int,
         drafting: DraftPolicy | None = None,
         max_tokens_of_call: int = 1,
+        draws_apart: bool = False,
     ):
-        """Start without sequences; without `drafting`, calls never verify drafts."""
+        """Start without sequences.
+
+        Args:
+            pages: of the pool.
+            watermark: pages that are left over where a sequence starts.
+            drafting: None: calls never verify drafts.
+            max_tokens_of_call: most of a row in a call with drafts.
+            draws_apart: whether decode steps with masks draw once the host has read the tokens of
+                the call before.
+        """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.pages, self._watermark = pages, watermark
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
         self._drafting, self._max_tokens_of_call = drafting, max_tokens_of_call
+        self._draws_apart = draws_apart
         self.unused_slots = list(range(pages.max_num_seqs - 1, -1, -1))
         self._exact = True  # pages.num_free is what the table says, and nothing is in flight
 
@@ -72,14 +85,18 @@ class Scheduler:
             the number of free pages must be known: read all reports, run the update, call `resync`
             with the number of free pages, and ask again. Pages may have been taken from sequences.
         """
-        if may_end_early and self.waiting and self.unused_slots:
+        if may_end_early and self._may_start:
             return None
         for one in self.running:
             if one.has_forced_tokens:
                 one.decoding = False  # they are computed as those of a prompt are
         resumed = [one for one in self.running if one.needs_last_token]
-        decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
-        if self._has_prefill or resumed or self.waiting:
+        goes_ahead = self._goes_ahead
+        grammars = [x for x in self.running if x.grammar is not None] if self._draws_apart else []
+        if in_flight and not goes_ahead and any(one.num_pending for one in grammars):
+            return SchedulerOutput()  # the next call needs their masks: read their tokens first
+        decoding = [x for x in self.running if x.can_decode(goes_ahead) or x.needs_last_token]
+        if self._has_prefill or resumed or self.waiting or grammars:
             num_steps = 1
         num_drafts = 0 if resumed else self._num_drafts(decoding)
         taken = self._take_decode_pages(decoding, num_steps, num_drafts)
@@ -175,10 +192,25 @@ class Scheduler:
         """Whether a running sequence has known tokens to compute, or is about to be forked."""
         return any(one.num_to_prefill or one.forks for one in self.running)
 
+    @property
+    def _may_start(self) -> bool:
+        return bool(self.waiting and self.unused_slots)
+
+    @property
+    def _goes_ahead(self) -> bool:
+        """Whether the next call may begin before the tokens are read on which its masks depend.
+
+        It must only decode. Forced tokens of a row are then seen a step late, so most rows should
+        be in the midst of free text.
+        """
+        if not self._draws_apart or self._has_prefill or self._may_start:
+            return False
+        free = [x for x in self.running if x.grammar is None or x.num_free >= _FREE_TOKENS]
+        return 2 * len(free) >= len(self.running)
+
     def _num_drafts(self, decoding: list[Sequence]) -> int:
         """Drafts of each sequence in a call that can only decode; 0 where they do not pay."""
-        may_start = self.waiting and self.unused_slots
-        if self._drafting is None or not decoding or self._has_prefill or may_start:
+        if self._drafting is None or not decoding or self._has_prefill or self._may_start:
             return 0
         if not all(one.takes_drafts for one in decoding):
             return 0

@@ -27,6 +27,7 @@ How fast is nano-vllm's workload? | bench.serving --trace nano
 How soon is the engine ready, cold and warm? | bench.serving.start
 How long does a long prompt wait for its first token? | bench.serving.long_prompt
 What do drafts cost, and what do they bring? | bench.serving.speculation
+What do grammars cost a decode step? | bench.serving.structured
 How long do new weights, scores, sleep and wake take? | bench.serving.trainer
 How much quality does a model lose with 8-bit K/V? | bench.serving.quality
 How do attention, decode steps and serving scale over GPUs? | bench.parallel | .__main__

@@ -26,6 +26,7 @@ from bench.measuring import cli, timing
 from bench.measuring.measure import call_times, reason
 from bench.measuring.report import number, table
 from pallas_paged.engine.device.program import GPU_OPTIONS
+from pallas_paged.engine.requests.grammar import empty_masks
 from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
@@ -56,6 +57,9 @@ _CASES = {
     "logprobs=5": (SamplingParams(temperature=0.0, logprobs=5),) * 2,
     "one row with top_p, others greedy": (_TOP_P, _GREEDY),
     "one row with top_p, others temperature": (_TOP_P, _PLAIN),
+    "greedy, masks": (_GREEDY, _GREEDY),
+    "temperature, masks": (_PLAIN, _PLAIN),
+    "top_p, masks": (_TOP_P, _TOP_P),
 }
 
 
@@ -119,24 +123,26 @@ def chain(
     draw = sorted_sample if by_sort else partial(sample, implementation=implementation)
     rank = sorted_logprobs if by_sort and mode.logprobs > 0 else gather_logprobs
 
-    def step(carry: Any, logits: jax.Array, metadata: SamplingMetadata) -> Any:
+    def step(carry: Any, logits: jax.Array, metadata: SamplingMetadata, masks: Any) -> Any:
         lens, counts, _ = carry
         # Without this, what depends on the logits alone would be computed once for all steps.
         logits, lens = lax.optimization_barrier((logits, lens))
-        tokens = draw(process_logits(logits, metadata, counts, lens, mode), metadata, lens, mode)
+        bits = {} if masks is None else {"masks": masks}
+        processed = process_logits(logits, metadata, counts, lens, mode)
+        tokens = draw(processed, metadata, lens, mode, **bits)
         found = rank(logits, tokens, mode.logprobs) if mode.logprobs >= 0 else None
         if counts is not None:
             counts = add_output_tokens(counts, jnp.arange(lens.size), tokens)
         return lens + 1 + jnp.minimum(tokens, 0), counts, (tokens, found)
 
-    def run(sets: Sequence[jax.Array], metadata: SamplingMetadata, counts: Any) -> Any:
+    def run(sets: Sequence[jax.Array], metadata: SamplingMetadata, counts: Any, masks: Any) -> Any:
         carry = (jnp.zeros(sets[0].shape[0], jnp.int32), counts, None)
-        out = jax.eval_shape(step, carry, sets[0], metadata)[2]
+        out = jax.eval_shape(step, carry, sets[0], metadata, masks)[2]
         carry = (*carry[:2], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out))
 
         def body(_: Any, carry: Any) -> Any:
             for logits in sets:
-                carry = step(carry, logits, metadata)
+                carry = step(carry, logits, metadata, masks)
             return carry
 
         return lax.fori_loop(0, _NUM_LOOPS, body, carry)
@@ -174,8 +180,11 @@ def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> li
         if mode.penalties:
             shape = (num_rows, vocab_size)
             counts = TokenCounts(prompt=jnp.zeros(shape, bool), output=jnp.zeros(shape, jnp.int32))
-        inputs = (logits, make_metadata(*_CASES[name], num_rows), counts)
-        sorts = args.sorted and (mode.filters or mode.logprobs > 0)
+        masks = None
+        if name.endswith("masks"):  # all bits are set: the work is the same, and so are the tokens
+            mode, masks = dataclasses.replace(mode, masks=True), empty_masks(num_rows, vocab_size)
+        inputs = (logits, make_metadata(*_CASES[name], num_rows), counts, jax.device_put(masks))
+        sorts = args.sorted and masks is None and (mode.filters or mode.logprobs > 0)
         for by_sort in (False, True)[: 1 + sorts]:
             result = {"num_rows": num_rows, "vocab_size": vocab_size, "case": name}
             key = mode, by_sort

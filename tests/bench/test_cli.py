@@ -6,7 +6,7 @@ from bench import tune
 from bench.decode import __main__ as decode
 from bench.parallel import programs as parallel_programs
 from bench.serving import __main__ as serving
-from bench.serving import long_prompt, quality, start, trainer
+from bench.serving import long_prompt, quality, start, structured, trainer
 from bench.steps import __main__ as decode_step
 
 TINY = "--shape tiny"
@@ -20,6 +20,7 @@ BAD = [
     *((start, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--page-size 0")),
     (trainer, f"{TINY} --num-seqs 0"),
     (long_prompt, f"{TINY} --lengths 999999"),
+    (structured, f"{TINY} --vocab-size 255"),
     *((parallel_programs, args) for args in ("--rows 0", "--length 0")),
 ]
 

@@ -11,7 +11,7 @@ from bench.parallel import __main__ as parallel
 from bench.parallel import calls as parallel_calls
 from bench.prefill import __main__ as prefill
 from bench.prefill import mla as mla_prompts
-from bench.serving import long_prompt, speculation, start, trainer
+from bench.serving import long_prompt, speculation, start, structured, trainer
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
 from tests.support.marks import slow
@@ -170,6 +170,19 @@ def test_drafts_of_a_text_that_repeats_are_right_and_of_random_tokens_are_not(dr
     assert random["num_accepted"] < random["num_drafts"] / 4
     assert repeats["num_accepted"] == repeats["num_drafts"] > 50 > repeats["num_steps"]
     assert [one["without"]["num_steps"] for one in run["results"]] == [40, 40]
+
+
+@pytest.mark.slow  # compiles the steps of two engines
+def test_rows_with_grammars_decode_side_by_side(dry_run) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
+    sizes = ["--num-seqs", "4", "--max-tokens", "32", "--runs", "1"]
+    cases = ["--cases", "all allowed", "grammars"]
+    run, tables = dry_run(structured, "--shape", "tiny", *sizes, *cases)
+    for one in run["results"]:
+        [times] = one["runs"]
+        assert 0 < times["masks_s"] < times["seconds"] and times["num_steps"] >= 20
+        assert times["num_tokens"] >= 3 * times["num_steps"]
+    assert "| grammars: a JSON schema for each row |" in tables
 
 
 def test_workload_is_that_of_nano_vllm() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,88 +17,151 @@ import numpy as np
 
 from bench.measuring import cli, timing
 from bench.measuring.report import number, table
-from bench.serving.models import SHAPES, add_shape, random_model
+from bench.serving.models import SHAPES, ServingShape, add_shape, random_model
+from bench.serving.traces import KINDS, RANDOM_TOKENS, token_ids, traces_of
 from models.decoder import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
-_PERIOD = 64  # tokens of the text; bf16 has these integers
-_PROMPT = 2 * _PERIOD
 _RANDOM = 2654435761  # Knuth's multiplier: its products' high bits differ from place to place
+_DIGITS = 3  # of a token id in base 256: bf16 has these integers
+_WAYS = ("without", "always", "by the rule")
 
 
 @dataclass(frozen=True)
-class Repeating:
-    """A model at its own cost, whose next token is the next of a period, or a random one.
+class Emitting:
+    """A model at its own cost, whose next token is that of a text.
 
     Random weights repeat nothing. So this model computes all that the other does, and then makes
-    one token certain: a function of the last token and its position, hidden as a feature more.
+    one token certain: its digits are features more of the hidden states. Its weights are those of
+    the other, and all tokens of the texts, `i32[texts, L]`.
 
     Attributes:
         model: the other one.
-        percent: of the tokens that go on with the period; a lookup finds them.
+        share: token ids of a text.
+        percent: of the tokens that are those of the text; others are wrong.
     """
 
     model: Any
-    percent: int
+    share: int
+    percent: int = 100
     cache_key = None  # not that of the other model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def __call__(self, params: Any, tokens: jax.Array, positions: jax.Array, *rest: Any) -> Any:
-        hidden, cache = self.model(params, tokens, positions, *rest)
-        random = (positions.astype(jnp.uint32) * jnp.uint32(_RANDOM) >> 8).astype(jnp.int32)
-        goes_on = random % 100 < self.percent
-        following = jnp.where(goes_on, tokens + 1, random // 100) % _PERIOD
-        return jnp.concatenate([hidden, following[:, None].astype(hidden.dtype)], axis=1), cache
+        weights, texts = params
+        hidden, cache = self.model(weights, tokens, positions, *rest)
+        text = tokens // self.share
+        following = texts.at[text, positions + 1].get(mode="clip")
+        random = (positions + 7919 * text).astype(jnp.uint32) * jnp.uint32(_RANDOM) >> 8
+        first = following - following % self.share
+        wrong = first + (following - first + 1) % self.share
+        following = jnp.where(random % 100 < self.percent, following, wrong)
+        digits = following[:, None] >> 8 * jnp.arange(_DIGITS) & 255
+        return jnp.concatenate([hidden, digits.astype(hidden.dtype)], axis=1), cache
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        logits = self.model.logits(params, hidden[:, :-1])
-        is_next = jnp.arange(logits.shape[1]) == hidden[:, -1:].astype(jnp.int32)
-        return jnp.where(is_next, 1e4, logits)
+        logits = self.model.logits(params[0], hidden[:, :-_DIGITS])
+        digits = hidden[:, -_DIGITS:].astype(jnp.int32)
+        following = jnp.sum(digits << 8 * jnp.arange(_DIGITS), axis=1, keepdims=True)
+        return jnp.where(jnp.arange(logits.shape[1]) == following, 1e4, logits)
 
 
-def measure(case: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds that requests take without drafts, with them, and by the engine's rule.
+@dataclass(frozen=True)
+class Models:
+    """A model and, for the method "draft_model", the one that drafts, each with its weights."""
 
-    Args:
-        case: rows, and the percent of tokens that go on with the period.
-        args: options of the bench.
-    """
-    num_seqs, percent = case
-    inner, weights = engine_model(random_model(SHAPES[args.shape]))
-    model: Any = Repeating(inner, percent)
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
-    prompts = [[(row + i) % _PERIOD for i in range(_PROMPT)] for row in range(num_seqs)]
-    length = _PROMPT + args.max_tokens
-    drafts = dict(method="ngram", num_speculative_tokens=args.num_speculative_tokens)
-    drafts |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
-    found: dict[str, Any] = {"num_seqs": num_seqs, "percent": percent}
-    for name in ("without", "always", "by the rule"):
-        config = EngineConfig(
-            num_pages=num_seqs * -(-length // EngineConfig.page_size),
-            max_num_seqs=num_seqs,
+    model: Any
+    weights: Any
+    draft: Any = None
+    draft_weights: Any = None
+
+    def engine(self, args: argparse.Namespace, rows: int, length: int, drafts: bool) -> Engine:
+        """Make an engine for rows of a length, with drafts or without."""
+        config: dict[str, Any] = dict(method=args.method)
+        config |= dict(num_speculative_tokens=args.num_speculative_tokens)
+        if self.draft is None:
+            config |= dict(method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+        else:
+            config |= dict(method="draft_model", model=self.draft)
+        sizes = EngineConfig(
+            num_pages=rows * -(-length // EngineConfig.page_size),
+            max_num_seqs=rows,
             max_model_len=length,
+            max_num_batched_tokens=args.max_num_batched_tokens,
             watermark=0.0,
             enable_prefix_caching=False,
             implementation=args.implementation,
-            speculative_config=None if name == "without" else drafts,
+            speculative_config=config if drafts else None,
         )
-        engine = Engine(model, weights, config)
+        draft_params = self.draft_weights if drafts else None
+        return Engine(self.model, self.weights, sizes, draft_params=draft_params)
+
+
+def models_of(args: argparse.Namespace, shape: ServingShape) -> Models:
+    """Return random models; the draft model has the vocabulary of the other."""
+    model = Models(*engine_model(random_model(shape)))
+    if args.method != "draft_model":
+        return model
+    small = SHAPES[args.draft_shape]
+    config = replace(small.config, vocab_size=shape.config.vocab_size)
+    return Models(
+        model.model, model.weights, *engine_model(random_model(replace(small, config=config)))
+    )
+
+
+def measure(case: tuple[int, str], models: Models, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds that requests take without drafts, with them, and by the engine's rule.
+
+    Args:
+        case: rows, and the kind of their traces.
+        models: that compute.
+        args: options of the bench.
+
+    Raises:
+        RuntimeError: the tokens are not those of the traces.
+    """
+    num_seqs, kind = case
+    vocab_size = models.model.vocab_size
+    traces = traces_of(kind, num_seqs, args.max_tokens)
+    # One length for all kinds, which then run in the same programs.
+    prompts, texts = token_ids(traces, vocab_size, 2 * (args.max_tokens + RANDOM_TOKENS))
+    share, on_device = vocab_size // num_seqs, jax.device_put(texts)
+    emitting = Models(Emitting(models.model, share), (models.weights, on_device))
+    if models.draft is not None:
+        draft = Emitting(models.draft, share, args.draft_percent)
+        emitting = replace(emitting, draft=draft, draft_weights=(models.draft_weights, on_device))
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+    first = replace(params, max_tokens=1)
+    wanted = [
+        [*map(int, row[len(prompt) :][: args.max_tokens])]
+        for prompt, row in zip(prompts, texts, strict=True)
+    ]
+    found: dict[str, Any] = {"num_seqs": num_seqs, "trace": kind}
+    for name in _WAYS:
+        engine = emitting.engine(args, num_seqs, texts.shape[1], name != "without")
         engine.warmup([params])
         drafting = engine.replicas[0].drafting
         if name == "always" and drafting is not None:
             drafting.num_for = lambda num_rows: args.num_speculative_tokens  # type: ignore
-        seconds = []
+        seconds, prompt_seconds = [], []
         for _ in range(1 + args.runs):
+            start = time.perf_counter()
+            engine.generate(prompts, first, progress=False)
+            prompt_seconds.append(time.perf_counter() - start)
             before = engine.stats()
             start = time.perf_counter()
-            engine.generate(prompts, params, progress=False)
+            outputs = engine.generate(prompts, params, progress=False)
             seconds.append(time.perf_counter() - start)
+            if [x.outputs[0].token_ids for x in outputs] != wanted:
+                raise RuntimeError(f"{name}: the tokens are not those of the traces")
         after = engine.stats()
         found[name] = {
             "seconds": seconds[1:],
+            "prompt_seconds": prompt_seconds[1:],
             "num_steps": after.num_steps - before.num_steps,
+            "num_rows": after.spec_decode_num_drafts - before.spec_decode_num_drafts,
             "num_drafts": after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens,
             "num_accepted": after.spec_decode_num_accepted_tokens
             - before.spec_decode_num_accepted_tokens,
@@ -106,27 +169,94 @@ def measure(case: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def near_ties(args: argparse.Namespace) -> dict[str, Any]:
+    """Count the tokens that are others with drafts: a random model, and its own greedy tokens.
+
+    It drafts for itself, so nearly all drafts are right, and its output layer is not its
+    embeddings, which would repeat the last token. A row counts to the first token that differs:
+    those after it continue another text.
+    """
+    shape = SHAPES[args.shape]
+    shape = replace(shape, config=replace(shape.config, tie_word_embeddings=False))
+    model, weights = engine_model(random_model(shape))
+    models, rows = Models(model, weights, model, weights), max(args.num_seqs)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(model.vocab_size, size=(rows, 16)).tolist()
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+    each = []
+    for drafts in (False, True):
+        engine = models.engine(args, rows, 16 + args.max_tokens, drafts)
+        drafting = engine.replicas[0].drafting
+        if drafting is not None:
+            drafting.num_for = lambda num_rows: args.num_speculative_tokens  # type: ignore
+        how = params if drafts else replace(params, logprobs=2)
+        each.append([x.outputs[0] for x in engine.generate(prompts, how, progress=False)])
+    places, gaps, usual = [], [], []
+    for one, other in zip(*each, strict=True):
+        best = np.reshape(one.logprobs.top_logprobs, (-1, 2))
+        usual.append(best[:, 0] - best[:, 1])
+        differs = np.flatnonzero(np.not_equal(one.token_ids, other.token_ids))
+        places += [int(x) for x in differs[:1]]
+        gaps += [float(x) for x in usual[-1][differs[:1]]]
+    stats = engine.stats()
+    return {
+        "dtype": np.dtype(shape.dtype).name,
+        "num_seqs": rows,
+        "num_accepted": stats.spec_decode_num_accepted_tokens,
+        "num_drafts": stats.spec_decode_num_draft_tokens,
+        "places": places,
+        "gaps": gaps,
+        "usual_gap": float(np.median(np.concatenate(usual))),
+    }
+
+
 def markdown(run: dict[str, Any]) -> str:
-    """Return the table and the provenance of its numbers."""
-    columns = "rows, going on, without ms, always ms, by the rule ms, always, by the rule, right,"
-    rows = [f"{columns} step without us, with us, steps".split(", ")]
+    """Return the table, the near-ties and the provenance of the numbers."""
+    columns = "rows, trace, without ms, always ms, by the rule ms, always, by the rule, decode,"
+    columns += " right, tokens a step, step without us, with us, steps"
+    rows = [columns.split(", ")]
     for one in run["results"]:
-        each = [one[name] for name in ("without", "always", "by the rule")]
+        each = [one[name] for name in _WAYS]
         seconds = [float(np.median(x["seconds"])) for x in each]
+        prompts = [float(np.median(x["prompt_seconds"])) for x in each]
+        decode = [max(1e-9, x - y) for x, y in zip(seconds, prompts, strict=True)]
         steps = [s / x["num_steps"] * 1e6 for s, x in zip(seconds, each, strict=True)]
-        right = each[1]["num_accepted"] / max(1, each[1]["num_drafts"])
+        always = each[1]
+        right = always["num_accepted"] / max(1, always["num_drafts"])
+        per_step = 1 + always["num_accepted"] / max(1, always["num_rows"])
         rows.append(
-            [str(one["num_seqs"]), f"{one['percent']}%"]
+            [str(one["num_seqs"]), one["trace"]]
             + [number(x * 1e3, ".0f") for x in seconds]
             + [f"{seconds[0] / x:.2f}x" for x in seconds[1:]]
-            + [f"{right:.0%}", number(steps[0], ".0f"), number(steps[1], ".0f")]
-            + [f"{each[0]['num_steps']} to {each[1]['num_steps']}"]
+            + [f"{decode[0] / decode[2]:.2f}x", f"{right:.0%}", f"{per_step:.2f}"]
+            + [number(steps[0], ".0f"), number(steps[1], ".0f")]
+            + [f"{each[0]['num_steps']} to {always['num_steps']}"]
         )
     words = (
         f"{run['shape']}, random weights, {run['max_tokens']} tokens of each row,"
-        f" {run['num_speculative_tokens']} drafts a step."
+        f" {run['num_speculative_tokens']} drafts a step by {run['drafts']}."
     )
-    return timing.page(run["meta"], words, table(rows))
+    blocks = [words, table(rows)]
+    if ties := run.get("near_ties"):
+        blocks.append(_words_of(ties, run["max_tokens"]))
+    return timing.page(run["meta"], *blocks)
+
+
+def _words_of(ties: dict[str, Any], max_tokens: int) -> str:
+    num_seqs, places, gaps = ties["num_seqs"], ties["places"], ties["gaps"]
+    right = ties["num_accepted"] / max(1, ties["num_drafts"])
+    words = (
+        f"Near ties in {ties['dtype']}: with the model's own tokens, greedy, {right:.1%} of the"
+        f" drafts are right, and {len(places)} of {num_seqs} rows of {max_tokens} tokens have"
+        " another token with drafts than without."
+    )
+    if places:
+        first = ", ".join(f"{x} ({gap:.4f})" for x, gap in zip(places, gaps, strict=True))
+        words += (
+            f" The first of each, and the gap of the two best logits there: {first}. The median"
+            f" of all gaps is {ties['usual_gap']:.4f}."
+        )
+    return words
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -135,25 +265,42 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add_shape(parser, "1b")
     add, positive = parser.add_argument, cli.at_least(1)
     add("--num-seqs", type=positive, nargs="+", default=[1, 8, 64], help="rows that decode")
-    add("--percent", type=int, nargs="+", default=[0, 70, 100], help="tokens that go on")
+    add("--trace", choices=KINDS, nargs="+", default=[*KINDS], help="texts that the model says")
     add("--max-tokens", type=cli.at_least(2), default=512, help="of each row")
+    add("--method", choices=("ngram", "draft_model"), default="ngram", help="where drafts are from")
+    add("--draft-shape", choices=SHAPES, help="of --method draft_model, with random weights")
+    text = "drafts of --method draft_model that are the text's"
+    add("--draft-percent", type=int, default=80, metavar="0..100", help=text)
     add("--num-speculative-tokens", type=positive, default=4, help="drafts of a row in a step")
+    text = "tokens of a step with prompts"
+    add("--max-num-batched-tokens", type=positive, default=2048, help=text)
     add("--runs", type=positive, default=3, help="of each; the table has the median")
+    text = "count tokens that are others with drafts"
+    add("--near-ties", action=argparse.BooleanOptionalAction, default=True, help=text)
     args = parser.parse_args(argv)
-    if not all(0 <= x <= 100 for x in args.percent):
-        parser.error("--percent must be in 0..100")
+    if (args.draft_shape is None) == (args.method == "draft_model"):
+        parser.error("--draft-shape and --method draft_model need each other")
+    if not 0 <= args.draft_percent <= 100:
+        parser.error("--draft-percent must be in 0..100")
+    drafts = "a lookup"
+    if args.draft_shape is not None:
+        drafts = f"a {args.draft_shape}, {args.draft_percent}% of them the text's"
     run: dict[str, Any] = {
         "meta": timing.describe_run(parser.prog, argv),
         "shape": args.shape,
         "max_tokens": args.max_tokens,
         "num_speculative_tokens": args.num_speculative_tokens,
+        "drafts": drafts,
         "results": [],
     }
+    if args.near_ties:
+        run["near_ties"] = near_ties(args)
+    models = models_of(args, SHAPES[args.shape])
     cli.measure_each(
         run["results"],
-        [(num_seqs, percent) for num_seqs in args.num_seqs for percent in args.percent],
-        lambda case: measure(case, args),
-        lambda one, took: f"{one['num_seqs']} rows, {one['percent']}% ({took:.0f} s)",
+        [(num_seqs, kind) for num_seqs in args.num_seqs for kind in args.trace],
+        lambda case: measure(case, models, args),
+        lambda one, took: f"{one['num_seqs']} rows, {one['trace']} ({took:.0f} s)",
         run,
         args,
     )

@@ -11,7 +11,7 @@ from bench.parallel import __main__ as parallel
 from bench.parallel import calls as parallel_calls
 from bench.prefill import __main__ as prefill
 from bench.prefill import mla as mla_prompts
-from bench.serving import long_prompt, speculation, start, structured, trainer
+from bench.serving import long_prompt, speculation, start, structured, traces, trainer
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
 from tests.support.marks import slow
@@ -162,14 +162,51 @@ def test_long_prompts_are_served_in_chunks_without_compiling(dry_run) -> None:
     assert "| 40 | 3 |" in tables
 
 
-@pytest.mark.slow  # compiles the steps of three engines
-def test_drafts_of_a_text_that_repeats_are_right_and_of_random_tokens_are_not(dry_run) -> None:
-    sizes = ["--num-seqs", "2", "--percent", "0", "100", "--max-tokens", "40", "--runs", "1"]
-    run, _ = dry_run(speculation, "--shape", "tiny", *sizes)
-    random, repeats = (one["always"] for one in run["results"])
-    assert random["num_accepted"] < random["num_drafts"] / 4
-    assert repeats["num_accepted"] == repeats["num_drafts"] > 50 > repeats["num_steps"]
+SPECULATION = ["--shape", "tiny", "--num-seqs", "2", "--max-tokens", "40", "--runs", "1"]
+SPECULATION += ["--max-num-batched-tokens", "128"]
+
+
+@pytest.mark.slow  # compiles the steps of five engines
+def test_drafts_of_an_edit_are_right_more_often_than_those_of_random_tokens(dry_run) -> None:
+    """That the tokens are those of the traces is checked by the bench itself."""
+    run, tables = dry_run(speculation, *SPECULATION, "--trace", "edit", "random")
+    edit, random = (one["always"] for one in run["results"])
+    assert random["num_accepted"] < random["num_drafts"] / 10
+    assert edit["num_accepted"] > edit["num_drafts"] / 3 and edit["num_steps"] < 30
     assert [one["without"]["num_steps"] for one in run["results"]] == [40, 40]
+    assert [row["trace"] for row in by_column(tables)] == ["edit", "random"]
+    ties = run["near_ties"]
+    assert ties["places"] == [] and ties["num_accepted"] > 0.9 * ties["num_drafts"] > 20
+    assert "Near ties in float32" in tables and "0 of 2 rows of 40 tokens have another" in tables
+
+
+@pytest.mark.slow  # compiles the steps of three engines
+def test_drafts_of_a_model_are_right_as_often_as_was_asked(dry_run) -> None:
+    draft = ["--method", "draft_model", "--draft-shape", "tiny", "--draft-percent", "75"]
+    run, tables = dry_run(speculation, *SPECULATION, *draft, "--trace", "quotes", "--no-near-ties")
+    [one] = run["results"]
+    accepted, drafted = one["always"]["num_accepted"], one["always"]["num_drafts"]
+    assert 0.3 < accepted / drafted < 0.75  # those behind a wrong one are wrong too
+    assert "by a tiny, 75% of them the text's" in tables and "Near ties" not in tables
+
+
+def test_traces_are_of_different_files_and_repeat_their_prompts() -> None:
+    for kind in traces.KINDS:
+        found = traces.traces_of(kind, 3, 200)
+        assert [len(one.answer) for one in found] == [200] * 3
+        assert len({"".join(one.prompt) for one in found}) == 3
+        assert found == traces.traces_of(kind, 3, 200)
+        prompts, texts = traces.token_ids(found, 3 * 256, 500)
+        assert [x // 256 for row in texts for x in row] == [0] * 500 + [1] * 500 + [2] * 500
+        assert all(
+            prompt == [*row[: len(prompt)]] for prompt, row in zip(prompts, texts, strict=True)
+        )
+    [edit] = traces.traces_of("edit", 1, 200)
+    assert "new_" in "".join(edit.answer) and "log.debug(" in "".join(edit.answer)
+    with pytest.raises(ValueError, match="must be at most 20, its share of vocab_size=20"):
+        traces.token_ids([edit], 20, 500)
+    with pytest.raises(ValueError, match="must have at most length=300"):
+        traces.token_ids([edit], 256, 300)
 
 
 @pytest.mark.slow  # compiles the steps of two engines

@@ -102,7 +102,7 @@ def test_a_room_of_the_engine_imports_no_higher_one(index):
 OWNERS = {
     "requests/sequence.py": (
         "request output token_ids max_len mode stop_token_ids detokenizer grammar is_forced"
-        " num_free routed_experts"
+        " num_unforced routed_experts"
     ),
     "schedule/scheduler.py": "slot num_starts num_computed num_pending decoding fork_source forks",
     "schedule/kv_cache_manager.py": "num_stored pages window_pages lease caches block_hashes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from pallas_paged.pages.prefix_cache import PrefixCache
 _CALL_SECONDS = 0.01  # of a call of several steps: how long a new request may have to wait for it
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """A call in flight, with the host's counts after its schedule."""
 
@@ -251,7 +251,8 @@ class Replica:
         """Let the call draw that goes on from tokens which have just been read, if there is one."""
         if self._calls:
             call = self._calls[0]
-            call.output = self.runner.draw(call.scheduled.decodes, call.output)
+            output = self.runner.draw(call.scheduled.decodes, call.output)
+            self._calls[0] = replace(call, output=output)
 
     def _reschedule(self) -> None:
         """Tell the scheduler which sequences have ended and which begin."""

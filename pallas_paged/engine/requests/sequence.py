@@ -35,7 +35,7 @@ class Sequence:
         detokenizer: None if no text is wanted.
         grammar: how far its text is within its grammar; None if it has none.
         is_forced: whether that leaves no choice of the tokens behind the one in flight.
-        num_free: newest tokens behind which it left a choice.
+        num_unforced: newest tokens behind which it left a choice.
         routed_experts: of each new token that was computed, `i16[L, k]`; those of the prompt are in
             the request, which forks share.
     Attributes, of `Scheduler`:
@@ -66,7 +66,7 @@ class Sequence:
     detokenizer: IncrementalDetokenizer | None = None
     grammar: GrammarState | None = None
     is_forced: bool = False
-    num_free: int = 0
+    num_unforced: int = 0
     routed_experts: list[np.ndarray] = field(default_factory=list)
     slot: int | None = None
     num_starts: int = 0
@@ -233,13 +233,13 @@ class Sequence:
         """
         params = self.request.params
         if self.grammar is None or params.needs_logprobs or params.return_routed_experts:
-            self.num_free += 1
+            self.num_unforced += 1
             return None
         try:
             forced = self.grammar.forced_tokens()
         except Exception as error:
             return self.request.fail(error)
-        self.num_free = 0 if forced else self.num_free + 1
+        self.num_unforced = 0 if forced else self.num_unforced + 1
         # A step in flight draws the first of them.
         self.is_forced = self.num_pending > 0 and len(forced) > 1
         if self.num_pending:

@@ -205,7 +205,7 @@ class Scheduler:
         """
         if not self._draws_apart or self._has_prefill or self._may_start:
             return False
-        free = [x for x in self.running if x.grammar is None or x.num_free >= _FREE_TOKENS]
+        free = [x for x in self.running if x.grammar is None or x.num_unforced >= _FREE_TOKENS]
         return 2 * len(free) >= len(self.running)
 
     def _num_drafts(self, decoding: list[Sequence]) -> int:

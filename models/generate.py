@@ -12,7 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from models.decoder import Decoder, engine_config, engine_model, repeat_kv_heads
+from models.decoder import Decoder, engine_config, engine_draft, engine_model, repeat_kv_heads
 from pallas_paged.checks import check_has
 from pallas_paged.engine import Engine, RequestOutput, SamplingParams, Tokenizer
 
@@ -36,7 +36,7 @@ def generate(
         progress: show a progress bar.
         config: fields of `EngineConfig`. By default the pool holds all prompts and completions, if
             the memory does. KV heads are repeated as `tensor_parallel_size` needs. The "model" of a
-            `speculative_config` is a decoder with its weights.
+            `speculative_config` is a decoder or a `DraftHead` with its weights.
 
     Returns:
         The outputs, in the order of the prompts.
@@ -49,7 +49,7 @@ def generate(
         decoder = repeat_kv_heads(decoder, tensor_parallel)
     speculation, draft_params = config.get("speculative_config"), None
     if isinstance(speculation, dict) and isinstance(draft := speculation.get("model"), Decoder):
-        drafting, draft_params = engine_model(draft)
+        drafting, draft_params = engine_draft(draft)
         config["speculative_config"] = speculation | {"model": drafting}
     model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))
     tokens: Any = tokenizer

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.command.options import say
 from models.command.prompts import Job, JobMaker, parse_line
-from models.command.setup import given, load_draft, prepare, print_defaults
+from models.command.setup import add_head, given, load_draft, prepare, print_defaults
 from models.decoder import engine_config, engine_model, load_checkpoint
 from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
@@ -61,6 +61,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
 
     say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)
+    more, draft_params = add_head(args, decoder, draft_params)
+    sizes |= more
     tokenizer = Tokenizer(args.checkpoint)
     model, _ = engine_model(decoder, max_model_len=args.max_model_len)
     room = min(model.max_model_len, args.max_model_len or model.max_model_len)

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.command.options import say
 from models.command.prompts import with_temperature
-from models.command.setup import given, load_draft, prepare, print_defaults
+from models.command.setup import add_head, given, load_draft, prepare, print_defaults
 from models.command.signals import Signals
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template
@@ -52,6 +53,8 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
         )
     say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    more, draft_params = add_head(args, decoder, draft_params)
+    config = replace(config, **more)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder, max_model_len=args.max_model_len)
     defaults = chat_defaults(args.checkpoint, model, tokenizer, template)

@@ -85,7 +85,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=text)
     text = "verify drafts of several tokens in a step, such as"
     text += ' {"method": "ngram", "num_speculative_tokens": 4}; of "draft_model", "model" is the'
-    text += " folder of a smaller checkpoint (no drafts)"
+    text += ' folder of a smaller checkpoint, of "eagle" that of a draft head (no drafts)'
     add("--speculative-config", type=json_object, metavar="JSON", help=text)
     add("--implementation", metavar="NAME", help="of attention (the best here)")
     text = "where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"

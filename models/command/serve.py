@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.command.options import say
-from models.command.setup import given, load_draft, prepare
+from models.command.setup import add_head, given, load_draft, prepare
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import (
@@ -65,6 +65,8 @@ def serve(
     tokenizer = Tokenizer(args.checkpoint)
     say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    more, draft_params = add_head(args, decoder, draft_params)
+    engine_config = replace(engine_config, **more)
     model, weights = engine_model(decoder, max_model_len=engine_config.max_model_len)
     engine = Engine(
         model, weights, config=engine_config, tokenizer=tokenizer, draft_params=draft_params

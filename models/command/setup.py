@@ -13,7 +13,15 @@ from typing import Any
 import jax
 
 from models.command.options import say
-from models.decoder import engine_model, load_checkpoint
+from models.decoder import (
+    Decoder,
+    engine_draft,
+    engine_model,
+    load_checkpoint,
+    load_draft_head,
+)
+from models.decoder.checkpoint import read_config
+from models.decoder.draft_head import ARCHITECTURE
 
 
 def prepare(args: argparse.Namespace, *, level: int = logging.INFO) -> None:
@@ -39,6 +47,8 @@ def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
 def load_draft(args: argparse.Namespace) -> Any:
     """Load the draft model of --speculative-config, which then has it in place of its folder.
 
+    A head waits for the model, whose weights it shares: `add_head`.
+
     Returns:
         Its weights, or None without one.
 
@@ -46,13 +56,40 @@ def load_draft(args: argparse.Namespace) -> Any:
         ValueError: it is not usable.
     """
     config = args.speculative_config or {}
-    folder = config.get("model")
-    if config.get("method") != "draft_model" or not isinstance(folder, str):
+    folder, method = config.get("model"), config.get("method")
+    args.draft_head = None
+    if method == "eagle" and isinstance(folder, str):
+        read_config(Path(folder), ARCHITECTURE)  # an error before the model is loaded
+        args.draft_head, args.speculative_config = config, None
+    if method != "draft_model" or not isinstance(folder, str):
         return None  # or `EngineConfig` says what is wrong
     say(f"loading {folder} ...")
     model, weights = engine_model(load_checkpoint(folder, dtype=args.dtype)[0])
     args.speculative_config = config | {"model": model}
     return weights
+
+
+def add_head(
+    args: argparse.Namespace, decoder: Decoder, draft_params: Any
+) -> tuple[dict[str, Any], Any]:
+    """Load the draft head of --speculative-config, if it has one.
+
+    Args:
+        args: after `load_draft`.
+        decoder: the model.
+        draft_params: of a draft model.
+
+    Returns:
+        Fields of `EngineConfig` to be set, and the weights of what drafts.
+
+    Raises:
+        ValueError: it is not usable.
+    """
+    if (config := args.draft_head) is None:
+        return {}, draft_params
+    say(f"loading {config['model']} ...")
+    model, weights = engine_draft(load_draft_head(config["model"], decoder))
+    return {"speculative_config": config | {"model": model}}, weights
 
 
 def use_compilation_cache(folder: str | None) -> None:

@@ -5,6 +5,7 @@ from models.decoder.attend import Attend, dense_attend
 from models.decoder.checkpoint import load_checkpoint, save_checkpoint
 from models.decoder.config import ModelConfig
 from models.decoder.decoder import Decoder
+from models.decoder.draft_head import DraftHead, engine_draft, load_draft_head
 from models.decoder.sharding import repeat_kv_heads
 from models.files import CheckpointError
 
@@ -12,12 +13,15 @@ __all__ = [
     "Attend",
     "CheckpointError",
     "Decoder",
+    "DraftHead",
     "EngineModel",
     "ModelConfig",
     "dense_attend",
     "engine_config",
+    "engine_draft",
     "engine_model",
     "load_checkpoint",
+    "load_draft_head",
     "repeat_kv_heads",
     "save_checkpoint",
 ]

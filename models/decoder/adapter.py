@@ -45,11 +45,12 @@ class EngineModel:
         """
         nodes = (getattr(node, "metadata", None) for node in self.graphdef.nodes)
         kinds = {kind.__module__.partition(".")[0] for kind in nodes if isinstance(kind, type)}
-        if type(self) is not EngineModel or not {"models"} <= kinds <= {"models", "flax"}:
+        own = type(self).__module__.startswith("models.decoder.")
+        if not own or not {"models"} <= kinds <= {"models", "flax"}:
             return None
         sources = sources_key("models.decoder"), flax.__version__
         structure = hashlib.sha256(repr(self.graphdef).encode()).hexdigest()
-        return repr((self.config, np.dtype(self.dtype), structure, sources))
+        return repr((type(self).__name__, self.config, np.dtype(self.dtype), structure, sources))
 
     @property
     def vocab_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ def load_checkpoint(
     if mesh is not None and TENSOR_AXIS not in mesh.axis_names:
         raise ValueError(f"{mesh.axis_names=} must have {TENSOR_AXIS!r}")
     folder = Path(folder)
-    stored = _read_config(folder)
+    stored = read_config(folder)
     config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
     form = FORMS[stored.stored_as]
     tensors = {
         form.replacement + name.removeprefix(form.prefix): tensor
-        for name, tensor in _open_tensors(folder).items()
+        for name, tensor in open_tensors(folder).items()
         if name.startswith(form.prefix)
     }
     last = f"model.layers.{config.num_layers - 1}.post_attention_layernorm.weight"
@@ -79,13 +80,38 @@ def load_checkpoint(
     _check_tensors(tensors, params, stored, folder)
     if dtype is None:
         dtype = _DTYPES[tensors["model.embed_tokens.weight"].dtype]
+    loaded = _read_params(tensors, params, stored, dtype, mesh, config)
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
+
+
+def read_params(
+    folder: Path, params: Sequence[Any], config: ModelConfig, dtype: DTypeLike
+) -> list[Any]:
+    """Read all tensors of a folder, which are those of a flat state, to JAX's default device.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`.
+    """
+    tensors = open_tensors(folder)
+    _check_tensors(tensors, params, config, folder)
+    return _read_params(tensors, params, config, dtype, None, config)
+
+
+def _read_params(
+    tensors: dict[str, Tensor],
+    params: Sequence[Any],
+    stored: ModelConfig,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+    config: ModelConfig,
+) -> list[Any]:
     loaded = []
     for path, param in params:
         parts = [tensors[name] for name, _ in tensors_of(path, param.shape, stored)]
         value = read_param(path, param.shape, parts, dtype, mesh, config)
         # Waits for the copy, so that the host never holds the arrays of two parameters.
         loaded.append((path, param.replace(jax.block_until_ready(value))))
-    return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
+    return loaded
 
 
 def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> None:
@@ -97,9 +123,18 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     folder = Path(folder)
     dtype = model.embed_tokens.weight[...].dtype.name
     config_json = config.to_hugging_face() | {"torch_dtype": dtype}
+    write_checkpoint(folder, nnx.to_flat_state(nnx.state(model, nnx.Param)), config, config_json)
+    generation = {"bos_token_id": None, "eos_token_id": config_json["eos_token_id"]}
+    _write_json(folder / "generation_config.json", generation)
+
+
+def write_checkpoint(
+    folder: Path, params: Sequence[Any], config: ModelConfig, config_json: dict[str, Any]
+) -> None:
+    """Write a flat state with Llama's names, and config.json."""
     config = dataclasses.replace(config, stored_as="llama")
     tensors = {}
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, param in params:
         value = np.asarray(param.get_value())
         named = tensors_of(path, value.shape, config)
         for (name, shape), part in zip(named, parts_of(path, value), strict=True):
@@ -118,14 +153,24 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     partial.chmod(mode)
     os.replace(partial, folder / _WEIGHTS)
     _write_json(folder / "config.json", config_json)
-    generation = {"bos_token_id": None, "eos_token_id": config_json["eos_token_id"]}
-    _write_json(folder / "generation_config.json", generation)
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, architecture: str | None = None) -> ModelConfig:
+    """Read config.json and generation_config.json.
+
+    Args:
+        folder: of the checkpoint.
+        architecture: that it must name; its keys are Llama's. None: one of `families.py`.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder")
     contents = read_json(folder / "config.json")
+    if architecture is not None:
+        if (found := contents.get("architectures")) != [architecture]:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: architectures={found!r:.80} must be {[architecture]}"
+            )
+        contents |= {"architectures": ["LlamaForCausalLM"]}
     try:
         config = ModelConfig.from_hugging_face(contents)
     except ValueError as error:
@@ -142,7 +187,8 @@ def _read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _open_tensors(folder: Path) -> dict[str, Tensor]:
+def open_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder by name; they are read later."""
     if (folder / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     elif (folder / _INDEX).is_file():

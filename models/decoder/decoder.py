@@ -205,6 +205,7 @@ class Decoder(nnx.Module):
         *,
         dropout: Dropout = identity,
         routed_experts: jax.Array | None = None,
+        embedded: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         """Run all layers and the final norm.
 
@@ -217,6 +218,7 @@ class Decoder(nnx.Module):
             routed_experts: i32[..., layers with experts, k], experts to use in place of the
                 router's choice, such as those of `Rollouts`; below 0: the router's own. Their
                 weights are this router's. None: those of `attend`, or the router's own.
+            embedded: [..., E], what the first layer takes of the tokens; None: their embeddings.
 
         Returns:
             hidden [..., E], and the cache as `attend` left it (None for None).
@@ -253,12 +255,7 @@ class Decoder(nnx.Module):
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
             # instead of 1.2 seconds. Dropout draws anew in each layer, so it must be traced anew.
             run = jax.jit(run, static_argnums=0)
-        embed: Callable[[jax.Array], jax.Array] = self.embed_tokens
-        if isinstance(attend, ParallelAttend) and is_vocab_sharded(self.config.vocab_size):
-            embed = partial(attend.embed, table=self.embed_tokens.weight[...])
-        x = embed(tokens)  # [..., E]
-        if self.config.embedding_scale is not None:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        x = self.embed(tokens, attend) if embedded is None else embedded
         residual = Residual(x=dropout(x))
         out = self.layers[0].qkv(residual.x)
         after: list[tuple[RMSNorm | None, Linear | None]] = [
@@ -280,6 +277,16 @@ class Decoder(nnx.Module):
             if new_cache is not None:
                 new_caches.append(new_cache)
         return out, None if cache is None else tuple(new_caches)
+
+    def embed(self, tokens: jax.Array, attend: Attend) -> jax.Array:
+        """Embeddings [..., E] of tokens i32[...], scaled where the decoder does that."""
+        embed: Callable[[jax.Array], jax.Array] = self.embed_tokens
+        if isinstance(attend, ParallelAttend) and is_vocab_sharded(self.config.vocab_size):
+            embed = partial(attend.embed, table=self.embed_tokens.weight[...])
+        x = embed(tokens)
+        if self.config.embedding_scale is not None:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        return x
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""

@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 from models.decoder import Decoder, ModelConfig
 
 
-def _option(default: Any, text: str) -> Any:
+def option(default: Any, text: str) -> Any:
+    """Return a field that is an option of a command, with its help."""
     return field(default=default, metadata={"help": text})
 
 
@@ -27,23 +28,23 @@ def _option(default: Any, text: str) -> Any:
 class TrainConfig:
     """Everything that, with the text, decides the result of a run."""
 
-    steps: int = _option(2000, "optimizer steps")
-    batch_size: int = _option(32, "windows of the text in a step")
-    seq_len: int = _option(1024, "bytes in a window")
-    hidden_size: int = _option(256, "width of the model")
-    num_layers: int = _option(4, "decoder layers")
-    intermediate_size: int = _option(1024, "width of the MLP")
-    num_q_heads: int = _option(4, "query heads")
-    num_kv_heads: int = _option(2, "key/value heads")
-    head_dim: int = _option(64, "width of a head")
-    learning_rate: float = _option(1e-3, "peak, after the warm-up; decays to a tenth of it")
-    warmup: int = _option(100, "steps of linear warm-up")
-    weight_decay: float = _option(0.3, "of matrices; norms have none")
-    dropout: float = _option(0.3, "on the embeddings and each residual branch")
-    ema: float = _option(0.995, "decay of the averaged weights, which are the ones saved")
-    seed: int = _option(0, "of weights, batches and dropout")
-    eval_every: int = _option(100, "steps between validations, each of which may save")
-    dtype: str = _option("bfloat16", "of the computation; the trained weights are float32")
+    steps: int = option(2000, "optimizer steps")
+    batch_size: int = option(32, "windows of the text in a step")
+    seq_len: int = option(1024, "bytes in a window")
+    hidden_size: int = option(256, "width of the model")
+    num_layers: int = option(4, "decoder layers")
+    intermediate_size: int = option(1024, "width of the MLP")
+    num_q_heads: int = option(4, "query heads")
+    num_kv_heads: int = option(2, "key/value heads")
+    head_dim: int = option(64, "width of a head")
+    learning_rate: float = option(1e-3, "peak, after the warm-up; decays to a tenth of it")
+    warmup: int = option(100, "steps of linear warm-up")
+    weight_decay: float = option(0.3, "of matrices; norms have none")
+    dropout: float = option(0.3, "on the embeddings and each residual branch")
+    ema: float = option(0.995, "decay of the averaged weights, which are the ones saved")
+    seed: int = option(0, "of weights, batches and dropout")
+    eval_every: int = option(100, "steps between validations, each of which may save")
+    dtype: str = option("bfloat16", "of the computation; the trained weights are float32")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "eval_every"):

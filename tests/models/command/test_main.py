@@ -96,9 +96,12 @@ def test_closed_pipe_ends_the_command_without_an_error_message(run, monkeypatch,
             "--speculative-config: '[1]' must be a JSON object",
         ),
         ('--prompt x --speculative-config {"methods":1}', "no 'methods'; did you mean 'method'?"),
-        (
-            '--prompt x --speculative-config {"method":"draft_model","model":"/nowhere"}',
-            "/nowhere: no such checkpoint folder",
+        *(
+            (
+                f'--prompt x --speculative-config {{"method":"{method}","model":"/nowhere"}}',
+                "/nowhere: no such checkpoint folder",
+            )
+            for method in ("draft_model", "eagle")
         ),
         ("--prompt x --implementation fast", "implementation='fast' must be"),
         ("--prompt x --nonsense", "unrecognized arguments: --nonsense"),

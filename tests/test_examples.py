@@ -1,4 +1,8 @@
-"""The programs of `examples/` run in a small size, and do what their pages say."""
+"""The programs of `examples/` run in a small size, and do what their pages say.
+
+The features that they show have tests of their own, so most are slow tests: CI runs these in its
+part `docs`.
+"""
 
 import re
 from pathlib import Path
@@ -47,7 +51,7 @@ def greedy(model, prompts, num_new, num_heads=4, num_kv_heads=2):
     return texts
 
 
-@pytest.mark.cpu_budget(6)  # compiles two steps
+@pytest.mark.slow
 def test_the_flax_model_decodes_what_dense_attention_does(capsys):
     pytest.importorskip("flax")
     from examples import flax_layer
@@ -58,7 +62,7 @@ def test_the_flax_model_decodes_what_dense_attention_does(capsys):
     assert found == greedy(model, [[3, 1, 4, 1], [5, 9, 2]], 6)
 
 
-@pytest.mark.cpu_budget(6)
+@pytest.mark.slow
 def test_the_equinox_samples_share_the_pages_of_their_prefix(capsys):
     pytest.importorskip("equinox")
     from examples import equinox_layer
@@ -87,7 +91,7 @@ def test_the_decode_loop_ends_at_the_end_token_and_where_pages_are_lacking(capsy
     assert any(not end and len(text) < 30 for end, text in zip(ends, found, strict=True))
 
 
-@pytest.mark.cpu_budget(4)
+@pytest.mark.slow
 def test_the_prefix_example_shares_three_pages_of_three_sequences():
     from examples import prefix_sharing
 
@@ -95,7 +99,7 @@ def test_the_prefix_example_shares_three_pages_of_three_sequences():
     assert prefix_sharing.main() == (6, 12)
 
 
-@pytest.mark.cpu_budget(4)
+@pytest.mark.slow
 def test_speculation_has_the_greedy_tokens_in_fewer_calls():
     from examples import speculation
 
@@ -106,7 +110,7 @@ def test_speculation_has_the_greedy_tokens_in_fewer_calls():
         assert text[1:] == greedy_of_weights(weights, text[:1], 29)
 
 
-@pytest.mark.cpu_budget(9)  # an engine, and a step of training
+@pytest.mark.slow
 def test_rounds_of_reinforcement_learning_raise_the_reward():
     from examples import rl_round
 
@@ -114,7 +118,7 @@ def test_rounds_of_reinforcement_learning_raise_the_reward():
     assert means[-1] > means[0] + 0.1
 
 
-@pytest.mark.cpu_budget(6)  # an engine
+@pytest.mark.slow
 def test_the_served_model_answers_a_chat(monkeypatch):
     pytest.importorskip("starlette")
     from starlette.testclient import TestClient
@@ -138,7 +142,7 @@ def test_the_served_model_answers_a_chat(monkeypatch):
     assert answer["message"]["content"] == serve_own_model.Bytes().decode(answer["token_ids"])
 
 
-@pytest.mark.cpu_budget(12)  # an engine with grammars
+@pytest.mark.slow
 def test_the_agent_calls_tools_and_answers():
     openai = pytest.importorskip("openai")
     pytest.importorskip("llguidance")
@@ -176,7 +180,7 @@ def test_each_device_has_its_part_of_the_pages():
     assert on_each == on_one // number
 
 
-@pytest.mark.cpu_budget(5)  # a program for each dtype
+@pytest.mark.slow
 def test_int8_pages_take_half_the_memory_and_round_more():
     from examples import int8_kv
 

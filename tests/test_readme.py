@@ -1,4 +1,7 @@
-"""The examples of README and docs run as they stand and print what stands below them."""
+"""The examples of README and docs run as they stand and print what stands below them.
+
+Those that take long are slow tests, which CI runs in its part `docs`.
+"""
 
 import json
 import re
@@ -69,7 +72,7 @@ def test_example_of_the_first_page_prints_the_stated_shapes(names, capsys):
     assert run_examples(text_of("docs/index.md"), names, capsys) == 1
 
 
-@pytest.mark.cpu_budget(9)  # all functions, one program each
+@pytest.mark.slow  # all functions, one program each
 def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
     assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 1
     functions, _, options = text_of("docs/attention.md").partition("## Functions")
@@ -143,7 +146,7 @@ def test_example_of_latents_equals_an_oracle(names, capsys):
 
 
 @pytest.mark.usefixtures("one_mode")
-@pytest.mark.cpu_budget(9)  # serves the demo model
+@pytest.mark.slow  # serves the demo model
 def test_engine_examples_print_the_stated_texts_and_serve_many_clients(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1
     run_examples(text_of("docs/engine.md"), names, capsys)
@@ -176,7 +179,7 @@ def test_tutorial_of_a_decode_loop_ends_with_the_tokens_of_a_larger_pool(names, 
 
 
 @pytest.mark.usefixtures("one_mode")
-@pytest.mark.cpu_budget(6)
+@pytest.mark.slow
 def test_tutorial_of_the_engine_serves_a_plain_model(names, capsys):
     assert run_examples(text_of("examples/notebooks/engine.ipynb"), names, capsys) == 4
     model, params = names["model"], names["params"]
@@ -187,7 +190,7 @@ def test_tutorial_of_the_engine_serves_a_plain_model(names, capsys):
 
 
 @pytest.mark.usefixtures("exact_products", "one_mode")
-@pytest.mark.cpu_budget(9)  # serves and trains
+@pytest.mark.slow  # serves and trains
 def test_tutorial_of_reinforcement_learning_trains_the_demo_model(names, capsys):
     assert run_examples(text_of("docs/tutorials/rl.md"), names, capsys) == 1
     rollouts, lens = names["rollouts"], names["rollouts"].lens

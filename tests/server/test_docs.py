@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs/server.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.cpu_budget(8)  # OpenAI's client, and 60 tokens
+@pytest.mark.slow  # CI runs it in its part `docs`
 def test_the_example_of_the_docs(server):
     pytest.importorskip("openai")
     (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
@@ -25,7 +25,7 @@ def test_the_example_of_the_docs(server):
     names["api"].close()
 
 
-@pytest.mark.cpu_budget(15)  # a process that compiles its model
+@pytest.mark.slow  # CI runs it in its parts `docs` and `wheel`
 def test_the_tutorial_serves_its_own_model(tmp_path):
     pytest.importorskip("openai")
     from tests.support.own_server import answer_of_the_tutorial

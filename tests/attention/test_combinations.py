@@ -1,5 +1,6 @@
 """Entries, dtypes, kinds of pages, shapes and options in combination, against float64 NumPy."""
 
+import itertools
 import os
 from functools import partial
 
@@ -21,7 +22,7 @@ from tests.support.attention_cases import (
     without_tokens_left_of,
 )
 from tests.support.attention_configs import config_of
-from tests.support.devices import latent_implementations_here
+from tests.support.devices import implementations_here, latent_implementations_here
 from tests.support.lowering import named
 from tests.support.marks import needs_mosaic, slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout
@@ -74,7 +75,9 @@ TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
 # Rows of the default run, and seeds with which these have many pairs of levels and of options, and
 # are quick: a ragged row in float16 with heads of 160 and large blocks took 76 CPU seconds.
 QUICK = {"decode": (6, 1684), "ragged": (5, 2073), "cascade": (1, 2495)}
-QUICK |= {"latent decode": (5, 0), "latent ragged": (5, 0)}
+# Rows of these that a kernel runs interpreted by default: XLA takes a fourth of the time.
+INTERPRETED = {"decode": (0, 1, 2, 3), "ragged": (1, 2, 4)}
+QUICK |= {"latent decode": (3, 0), "latent ragged": (3, 0)}
 # The other rows have more levels and random batches. `COMBINATIONS=1000 python -m pytest
 # tests/attention/test_combinations.py` looks for errors on a GPU.
 NUM_ROWS = int(os.environ.get("COMBINATIONS", 16))
@@ -117,20 +120,25 @@ def random_batches(seed: int, row: dict) -> list[dict]:
     return [dict(seq_lens=lengths(longest), q_lens=lengths(most_queries)) for _ in BATCHES]
 
 
-def rows_of_all(entries: dict, more_levels: dict) -> list[tuple[dict, list[dict]]]:
-    """The rows and their batches: the first of each entry by default, and on a GPU all."""
+def rows_of_all(
+    entries: dict, more_levels: dict, implementations: list[str]
+) -> list[tuple[dict, list[dict], str]]:
+    """Rows, batches and implementations: the first rows of each entry by default, on a GPU all."""
     found = []
-    for entry, (_, levels) in entries.items():
+    for name, (entry, (_, levels)) in itertools.product(implementations, entries.items()):
         count, seed = QUICK[entry]
-        found += [(row | {"entry": entry}, BATCHES) for row in balanced(36, seed, levels)[:count]]
+        few = [(row | {"entry": entry}, BATCHES, name) for row in balanced(36, seed, levels)]
         rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels | more_levels)]
-        others = [(row, random_batches(i, row)) for i, row in enumerate(rows)]
+        others = [(row, random_batches(i, row), name) for i, row in enumerate(rows)]
+        quick = INTERPRETED.get(entry, ()) if name.endswith("_interpret") else range(count)
+        found += [few[i] for i in quick]
+        others += [few[i] for i in range(count) if i not in quick]
         found += others if ON_GPU else slow(others)
     return found
 
 
 def name_of(x: object) -> str:
-    return named(x) if isinstance(x, dict) else ""
+    return named(x) if isinstance(x, dict) else x if isinstance(x, str) else ""
 
 
 def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dict, dict]:
@@ -235,14 +243,21 @@ def check(row, batches, implementation):
         assert_close(actual, meant, case.tolerance, name=name, **oracle | {"sinks": sinks})
 
 
-@pytest.mark.parametrize(("row", "batches"), rows_of_all(ENTRIES, MORE_LEVELS), ids=name_of)
+@pytest.mark.parametrize(
+    ("row", "batches", "implementation"),
+    rows_of_all(ENTRIES, MORE_LEVELS, implementations_here()),
+    ids=name_of,
+)
 def test_matches_the_oracle(row, batches, implementation):
     """Memory that no query sees is poisoned: outside of the rows, and left of their windows."""
     check(row, batches, implementation)
 
 
-@pytest.mark.parametrize("implementation", latent_implementations_here())
-@pytest.mark.parametrize(("row", "batches"), rows_of_all(LATENT_ENTRIES, MORE_LATENTS), ids=name_of)
+@pytest.mark.parametrize(
+    ("row", "batches", "implementation"),
+    rows_of_all(LATENT_ENTRIES, MORE_LATENTS, latent_implementations_here()),
+    ids=name_of,
+)
 def test_latents_match_the_oracle(row, batches, implementation):
     check(row, batches, implementation)
 

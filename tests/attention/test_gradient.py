@@ -20,7 +20,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.attention_oracle import attend
 from tests.support.devices import implementations_here
-from tests.support.marks import slow
+from tests.support.marks import slow, slow_if_interpreted
 from tests.support.page_layouts import OTHERS, call_in_layout, in_layout
 from tests.support.quantized_cases import Quantized
 
@@ -149,7 +149,7 @@ class TestEqualsFiniteDifferences:
         [(("q", "sinks"), dict(sliding_window=WINDOW, sinks=SINKS)), *slow([(ALL, OPTIONS)])],
         ids=["queries and sinks", "all"],
     )
-    @pytest.mark.parametrize("implementation", [*KERNELS, *slow(["xla"])])
+    @pytest.mark.parametrize("implementation", slow_if_interpreted(implementations_here()))
     def test_of_a_cascade(self, wanted, options, implementation):
         *arrays, prefix_lens, cu_group_sizes = SHARED.make()
         groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes)
@@ -201,7 +201,7 @@ PROMPT = mosaic_case(
 
 
 @pytest.mark.parametrize("case", [PROMPT, *slow([replace(PROMPT, dtype="float16")])], ids=str)
-@FAMILIES
+@pytest.mark.parametrize("family", slow_if_interpreted(x for x in KERNELS if x != "mosaic_sm80"))
 def test_a_prompt_in_16_bits_has_the_gradient_of_xla(family, case):
     *floats, tables, lens, offsets = case.make()
     exact = [x.astype(np.float32) for x in floats]

@@ -20,7 +20,7 @@ from tests.support.attention_calls import assert_close, with_lse
 from tests.support.attention_cases import Case
 from tests.support.attention_configs import config_of
 from tests.support.devices import HOPPER
-from tests.support.marks import needs_mosaic, needs_triton
+from tests.support.marks import needs_mosaic, needs_triton, slow
 from tests.support.static_calls import DECODE, PREFILL
 
 FAMILY = pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_right_entries_of_a_file_with_wrong_ones_are_used(write, caplog):
 
 
 @needs_triton
-@pytest.mark.parametrize("kernel", CASES)
+@pytest.mark.parametrize("kernel", ["decode", *slow(["ragged"])])
 def test_interpreted_kernels_run_with_the_config_and_give_the_same_results(write, kernel):
     function, call, case = CASES[kernel]
     arrays = case.make()

@@ -30,3 +30,23 @@ def slow(parameters: Iterable) -> list:
     """Parameters of a test for runs with the slow tests only; tuples are of several arguments."""
     each = (x if isinstance(x, tuple) else (x,) for x in parameters)
     return [pytest.param(*x, marks=pytest.mark.slow) for x in each]
+
+
+def slow_if_interpreted(names: Iterable[str]) -> list:
+    """Implementations, of which the interpreted kernels run with the slow tests only."""
+    return [slow([name])[0] if name.endswith("_interpret") else name for name in names]
+
+
+def by_implementation(
+    quick: Iterable[tuple], names: Iterable[str], others: Iterable[tuple] = ()
+) -> list:
+    """Rows of parameters with each implementation behind them; `others` are slow.
+
+    An interpreted kernel runs the first quick row, and the others with the slow tests only.
+    """
+    quick, others, found = [*quick], [*others], []
+    for name in names:
+        count = 1 if name.endswith("_interpret") else len(quick)
+        found += [(*row, name) for row in quick[:count]]
+        found += slow((*row, name) for row in (*quick[count:], *others))
+    return found

@@ -247,7 +247,7 @@ def test_signals_end_a_process_unless_its_parent_ignores_them(serves, is_ignored
         assert process.stderr.read() == ""
 
 
-@pytest.mark.cpu_budget(8)  # a process of its own
+@pytest.mark.slow  # a process of its own; in this one the command serves above
 def test_a_process_serves_until_a_signal_and_exits_with_0(checkpoint):
     given = ["--checkpoint", str(checkpoint), "--port", "0", "--warmup", "none", *SIZES]
     command, env = [sys.executable, "-m", "models.server", *given], {"JAX_PLATFORMS": "cpu"}

@@ -338,7 +338,7 @@ def test_an_engine_of_one_device_takes_weights_from_any():
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in leaves)
 
 
-@pytest.mark.cpu_budget(12)  # programs of its own
+@pytest.mark.slow  # the next one has steps with drafts, too
 def test_drafts_on_two_devices_leave_the_tokens_as_they_are():
     prompts, params = [[1, 2, 3, 4, 5] * 2, [7, 8] * 4], greedy(max_tokens=20)
     config = dict(

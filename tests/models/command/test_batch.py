@@ -249,7 +249,7 @@ def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(serve, copy,
         assert f"pool of 4096 pages, {4096 * 16 * size / 2**20:.2f} MiB of {dtype}" in err
 
 
-@pytest.mark.cpu_budget(14)  # programs of its own
+@pytest.mark.slow  # programs of its own
 def test_drafts_of_another_checkpoint_leave_the_tokens_as_they_are(serve, checkpoint):
     drafts = dict(method="draft_model", model=str(checkpoint), num_speculative_tokens=2)
     args = ["--max-tokens", "12", "--seed", "3"]

@@ -152,7 +152,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_beginning(chat, prompts, monkeypat
     assert texts[2] == texts[1].replace("two", "three")
 
 
-@pytest.mark.cpu_budget(8)  # a process of its own
+@pytest.mark.slow  # a process of its own
 def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(copy):
     """In a process of its own, whose main thread waits for input or for the engine."""
     (copy / "chat_template.jinja").write_text(TEMPLATE)

@@ -29,8 +29,11 @@ NAMES = ["llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "qwen3_moe", "
 NAMES += ["phi3", "olmo2", "olmo3", "gemma2", "gemma3", "gpt_oss", "gpt_oss_mxfp4"]
 NAMES += ["gemma4", "gemma4_untied"]
 # Those that run in the engine by default: together they have all that attention and layers take.
-# Plain Llamas do so in test_generate.py, and OLMo 3 in tests/parallel.
+# Plain Llamas do so in test_generate.py.
 IN_ENGINE = ["qwen3", "deepseek_v3", "gemma4", "gpt_oss"]
+# Those that run without a cache by default: not those of the engine, nor one much like another.
+DENSE = ["qwen2", "deepseek_v2", "qwen3_moe", "mixtral", "phi3", "olmo3", "gemma2", "gemma3"]
+DENSE += ["gpt_oss_mxfp4", "shakespeare"]
 TOKENS = np.arange(18, dtype=np.int32).reshape(2, 9)
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -41,7 +44,7 @@ def golden_of(name):
         return tokens.astype(np.int32), golden["logits"], golden["greedy_tokens"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "shakespeare"])
+@pytest.mark.parametrize("name", [*DENSE, *slow(sorted({*NAMES} - {*DENSE}))])
 def test_dense_logits_and_greedy_tokens_equal_transformers(name):
     folder = SHAKESPEARE if name == "shakespeare" else GOLDENS / name
     model, _ = load_checkpoint(folder, dtype=jnp.float32)

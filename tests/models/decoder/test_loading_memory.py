@@ -61,7 +61,7 @@ def save_experts(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peaks")
-@pytest.mark.cpu_budget(9)  # a process that imports JAX
+@pytest.mark.slow  # a process that imports JAX, and 100 MB of files
 def test_the_peak_is_less_than_a_file_and_a_parameter_above_the_parameters(tmp_path):
     file_bytes, param_bytes = save_experts(tmp_path)
     # glibc keeps what is freed unless it is mapped.

@@ -109,7 +109,7 @@ def test_cached_prompts_and_forks_have_the_experts_of_a_dense_forward(decoder, d
     assert outputs[1].outputs[0].token_ids == first.outputs[0].token_ids
 
 
-@pytest.mark.cpu_budget(12)  # compiles on a mesh
+@pytest.mark.slow  # compiles on a mesh
 def test_two_devices_report_and_take_the_experts_of_a_dense_forward(dense_experts, dense_scores):
     decoder, _ = load_checkpoint(GOLDENS / "qwen3_moe", mesh=mesh(2), dtype=jnp.float32)
     engine = engine_of(decoder, tensor_parallel_size=2)

@@ -8,6 +8,8 @@ import pytest
 from tests.support.server_page import answers, send, show_pool, sync_api
 from tests.support.servers import RunningServer, expected_text
 
+pytestmark = pytest.mark.slow  # starts a browser; CI runs them in its part `docs`
+
 
 def test_a_conversation(page):
     prompt = "[system] Rhyme.\n[user] Hi\n[assistant] "
@@ -252,7 +254,6 @@ def test_every_field_has_a_label_and_the_page_works_by_keyboard(page):
     assert page.evaluate("document.activeElement.id") == "send"
 
 
-@pytest.mark.cpu_budget(12)  # that of the browser is counted when it ends
 def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
     with RunningServer(tmp_path, api_keys=("secret",)) as server:
         page, problems = browser.new_page(), []

@@ -13,6 +13,8 @@ from tests.support.server_page import (
     sync_api,
 )
 
+pytestmark = pytest.mark.slow  # starts a browser; CI runs them in its part `docs`
+
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_map_has_a_colour_for_each_state_and_request(page, scheme):
@@ -51,7 +53,6 @@ def test_the_map_draws_pages_that_fill_replicas_and_large_pools(page):
     assert page.locator("#map").bounding_box()["height"] <= 300
 
 
-@pytest.mark.cpu_budget(9)  # compiles programs that later tests share
 def test_the_pool_is_shown_while_it_changes(page, server):
     server.call(server.service.engine.reset_prefix_cache())
     free, cached = page.locator("#free"), page.locator("#cached")

@@ -46,8 +46,8 @@ def compile_for():
 
 
 # Slow tests: kernels that other calls have too, and further sizes of a call. By default each kernel
-# is compiled for Hopper plain or with all options, with pages of 16 bits and of one byte, and one for
-# each other GPU.
+# is compiled for Hopper plain or with all options, with pages of 16 bits and of one byte; and one
+# kernel is for each other GPU.
 SLOW = re.compile(
     "|".join(
         (

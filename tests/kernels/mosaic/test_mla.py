@@ -106,11 +106,9 @@ SLOW_CALLS = [
     (ragged(num_q_heads=64), dict(tree_mask=TREE)),
     (ragged(), dict(causal=False)),
 ]
-CALLS_90 = [
-    (decode_90(), every_option(24, **SPLIT)),
-    (ragged_90(dtype="float16"), dict(tree_mask=TREE_90, sliding_window=6, **SPLIT)),
-]
+CALLS_90 = [(decode_90(), every_option(24, **SPLIT))]
 SLOW_CALLS_90 = [
+    (ragged_90(dtype="float16"), dict(tree_mask=TREE_90, sliding_window=6, **SPLIT)),
     (decode_90(num_q_heads=128), {}),  # a cluster of two programs
     (ragged_90(num_q_heads=72), dict(tree_mask=TREE_90)),  # whose last has few rows
     (decode_90(page_size=8, pages_per_seq=16), {}),
@@ -165,10 +163,10 @@ def test_one_byte_latents_equal_the_oracle(case, kind, options):
 
 
 ONE_BYTE_90 = [
-    (decode_90(), dict(kv_dtype="int8"), every_option(24, **SPLIT)),
     (ragged_90(dtype="float16"), dict(kv_dtype="float8_e4m3fn"), dict(tree_mask=TREE_90)),
     *slow(
         [
+            (decode_90(), dict(kv_dtype="int8"), every_option(24, **SPLIT)),
             (decode_90(num_q_heads=128), dict(kv_dtype="float8_e4m3fn", per_tensor=True), {}),
             (decode_90(dtype="float16"), dict(kv_dtype="int8"), dict(kv_layout="HPND")),
             (ragged_90(page_size=8, pages_per_seq=16), dict(kv_dtype="int8"), every_option(3)),

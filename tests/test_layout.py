@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from pallas_paged.engine.requests.sequence import Sequence
 ROOT = Path(__file__).parents[1]
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """What a file imports, inside functions too: `a.b` for `import a.b` and `from a import b`."""
     found = set()

@@ -14,7 +14,7 @@ TEST = "tests/engine/test_interrupt.py"  # interrupts its own process
 LEFT_OUT = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "PYTEST_ADDOPTS", "PYTEST_XDIST")
 
 
-@pytest.mark.cpu_budget(9)  # two processes import JAX
+@pytest.mark.slow  # two processes import JAX
 def test_tests_run_in_the_background_without_stdin_and_without_a_home(tmp_path):
     home = tmp_path / "home"
     home.touch()  # no folder, so that not even root can write into it

@@ -49,7 +49,7 @@ def test_modes_differ_by_their_steps_and_their_sampling(dry_run, monkeypatch) ->
     assert [one[1] for one in asked[3:]] == [0.0, 0.8, 1.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.cpu_budget(6)  # compiles programs of its own
+@pytest.mark.slow  # compiles programs of its own
 def test_the_experts_that_rows_hit_are_counted_once_in_each_step():
     decoder = random_model(SHAPES["tiny-experts"])
     experts = decoder.config.experts

@@ -57,6 +57,7 @@ def test_prefill(dry_run) -> None:
 
 
 @on_a_clock
+@pytest.mark.slow
 def test_prompts_of_latents_in_both_forms(dry_run) -> None:
     run, tables = dry_run(mla_prompts, *CALLS)
     (shape,) = run["shapes"]
@@ -94,6 +95,7 @@ def test_mla(dtype, dry_run) -> None:
 
 
 @on_a_clock
+@pytest.mark.slow
 def test_experts(dry_run) -> None:
     run, tables = dry_run(experts, *CALLS, "--peers")
     (shape,) = run["shapes"]
@@ -128,7 +130,7 @@ TWO = ["--tiny", "--devices", "1", "2", "--iterations", "1"]
 
 
 @two_devices
-@pytest.mark.parametrize("part", ["context", *slow(["attention", "sums"])])
+@pytest.mark.parametrize("part", slow(WAYS))
 def test_calls_on_one_device_and_on_two(part, dry_run, monkeypatch) -> None:
     monkeypatch.setattr(parallel_calls, "SUMS", ((2, 32),))
     run, tables = dry_run(parallel, *TWO, "--parts", part)

@@ -106,7 +106,7 @@ def engine(tiny) -> Engine:
     return Engine(*engine_model(tiny), EngineConfig(max_model_len=TINY.max_model_len, **sizes))
 
 
-@pytest.fixture(params=["alone", "over HTTP"])
+@pytest.fixture(params=["alone", *slow(["over HTTP"])])
 def serve_trace(request, engine):
     if request.param == "alone":
         return partial(serve, engine)

@@ -11,8 +11,8 @@ import pytest
 
 from pallas_paged.interop import get_kv_cache_shape, ragged_paged_attention
 from tests.support import raw
-from tests.support.devices import lower_for_cuda
-from tests.support.marks import slow
+from tests.support.devices import implementations_here, lower_for_cuda
+from tests.support.marks import slow, slow_if_interpreted
 from tests.support.promotion import strict_promotion
 from tests.support.rpa_cases import RpaCase, assert_equal_results, expected
 
@@ -42,6 +42,7 @@ def call(arrays, **options):
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x) or "plain",
 )
+@pytest.mark.parametrize("implementation", slow_if_interpreted(implementations_here()))
 def test_equals_the_oracle(dtype, options, implementation):
     arrays = dataclasses.replace(CASE, dtype=dtype).make()
     results = call(arrays, **options, return_lse=True, **raw.by(implementation))

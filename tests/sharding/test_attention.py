@@ -16,8 +16,8 @@ from tests.support import raw
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_configs import config_of
-from tests.support.devices import H200, mesh
-from tests.support.marks import slow
+from tests.support.devices import H200, implementations_here, mesh
+from tests.support.marks import by_implementation, slow
 from tests.support.page_layouts import call_in_layout
 from tests.support.placement import (
     BY_HEADS,
@@ -100,13 +100,15 @@ class Call:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "kv_layout"),
-    [
-        ("decode", AUTO, "HPND"),
-        ("ragged", EXPLICIT, "NH2D"),
-        *slow([("decode", EXPLICIT, "2NHD"), ("ragged", AUTO, "HND")]),
-        *slow([("cascade", AUTO, "NHD"), ("cascade", EXPLICIT, "HPND")]),
-    ],
+    ("name", "kind", "kv_layout", "implementation"),
+    by_implementation(
+        [("decode", AUTO, "HPND"), ("ragged", EXPLICIT, "NH2D")],
+        implementations_here(),
+        [
+            *[("decode", EXPLICIT, "2NHD"), ("ragged", AUTO, "HND")],
+            *[("cascade", AUTO, "NHD"), ("cascade", EXPLICIT, "HPND")],
+        ],
+    ),
     ids=str,
 )
 def test_each_device_attends_with_its_own_heads_and_every_option(
@@ -117,13 +119,15 @@ def test_each_device_attends_with_its_own_heads_and_every_option(
 
 
 @pytest.mark.parametrize(
-    ("name", "per_tensor", "kind", "kv_layout"),
-    [
-        ("decode", False, EXPLICIT, "NHD"),
-        ("ragged", True, AUTO, "HPND"),
-        *slow([("decode", True, AUTO, "HND"), ("decode", False, AUTO, "NH2D")]),
-        *slow([("ragged", False, EXPLICIT, "2NHD")]),
-    ],
+    ("name", "per_tensor", "kind", "kv_layout", "implementation"),
+    by_implementation(
+        [("decode", False, EXPLICIT, "NHD"), ("ragged", True, AUTO, "HPND")],
+        implementations_here(),
+        [
+            *[("decode", True, AUTO, "HND"), ("decode", False, AUTO, "NH2D")],
+            ("ragged", False, EXPLICIT, "2NHD"),
+        ],
+    ),
     ids=str,
 )
 def test_rows_of_int8_pages_by_number_and_flat_tables(

@@ -113,7 +113,7 @@ def rotating(stored, implementation):
     ("kv_layout", "stored", "kind"),
     [
         ("HPND", "fp8 of one scale", "Auto"),
-        ("2NHD", "int8", "Explicit"),
+        *slow([("2NHD", "int8", "Explicit")]),
         *slow([("HPND", "bfloat16", "Explicit"), ("HPND", "int8", "Auto")]),
         *slow([("HND", "int8", "Auto"), ("NHD", "bfloat16", "Auto")]),
         *slow([("NH2D", "bfloat16", "Explicit")]),

@@ -1,5 +1,6 @@
 """Requests served with the drafts of a head have the tokens that they have without."""
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -42,10 +43,20 @@ def drafting(model=MEAN, params=WEIGHTS, head=HEAD, draft_params=WEIGHTS, calls=
     return engine
 
 
-def plain(model=MEAN):
-    engine = make_engine(model, num_pages=22, modes=MODES)
-    steps_of(engine, 4)
-    return engine
+def without_drafts(*models):
+    """Steps without drafts are those of an engine that may draft: it has no programs of its own."""
+    return drafting(*models, calls=itertools.repeat(0))
+
+
+def greedy_of_mean(prompt, num_tokens):
+    """What `MeanModel` says, in NumPy."""
+    tokens = [*prompt]
+    while len(tokens) < len(prompt) + num_tokens:
+        sums = np.cumsum(np.asarray(WEIGHTS["embed"])[tokens], axis=0)
+        means = sums / np.arange(1, len(tokens) + 1)[:, None]
+        hidden = np.concatenate([means[-1], means.mean(axis=0)])
+        tokens.append(int(np.argmax(np.sin(60 * hidden) @ np.asarray(WEIGHTS["head"]))))
+    return tokens[len(prompt) :]
 
 
 def accepted_and_drafted(engine):
@@ -63,7 +74,10 @@ def test_a_head_gets_the_hidden_states_of_the_tokens_before():
     engine = drafting(calls=iter([K, K, 0, K] * 200))
     prompts = [[*range(1, 23)], *PROMPTS[1:4]]
     requests = serve(engine, prompts, mixed())
-    assert tokens_of(requests) == tokens_of(serve(plain(), prompts, mixed()))
+    plain = without_drafts()
+    assert tokens_of(requests) == tokens_of(serve(plain, prompts, mixed()))
+    assert accepted_and_drafted(plain) == (0, 0)
+    assert tokens_of(requests[:1]) == [greedy_of_mean(prompts[0], 30)]
     accepted, drafted = accepted_and_drafted(engine)
     assert accepted == drafted > 40 and engine.stats().num_preemptions > 0
     for _ in range(2):  # the second finds the prompt in the prefix cache
@@ -77,7 +91,7 @@ def test_a_head_with_other_weights_costs_no_token():
     """Weights that are noisy, or no numbers; then those with which all drafts are right."""
     rng = np.random.default_rng(0)
     noise = 0.1 * rng.standard_normal(WEIGHTS["embed"].shape, np.float32)
-    wanted = tokens_of(serve(plain(), PROMPTS[:4], mixed()))
+    wanted = tokens_of(serve(without_drafts(), PROMPTS[:4], mixed()))
     for embed, most in ((WEIGHTS["embed"] + noise, 0.9), (WEIGHTS["embed"] * np.nan, 0.1)):
         engine = drafting(draft_params=dict(WEIGHTS, embed=np.asarray(embed)))
         assert tokens_of(serve(engine, PROMPTS[:4], mixed())) == wanted
@@ -92,9 +106,10 @@ def test_a_head_with_other_weights_costs_no_token():
 @pytest.mark.slow  # programs of its own
 def test_a_head_has_k_and_v_of_its_own():
     """It drafts by these alone, with the layers of the model: all of its drafts are right."""
-    engine = drafting(MODEL, weights(), BlindHead(**vars(MODEL)), weights())
+    models = MODEL, weights(), BlindHead(**vars(MODEL)), weights()
+    engine = drafting(*models)
     requests = serve(engine, PROMPTS[:4], mixed())
-    assert tokens_of(requests) == tokens_of(serve(plain(MODEL), PROMPTS[:4], mixed()))
+    assert tokens_of(requests) == tokens_of(serve(without_drafts(*models), PROMPTS[:4], mixed()))
     accepted, drafted = accepted_and_drafted(engine)
     assert accepted == drafted > 50
     assert_every_page_is_free(engine)

@@ -9,20 +9,26 @@ import pytest
 
 from pallas_paged.engine import EngineConfig
 from pallas_paged.engine.device.pool import page_bytes
-from pallas_paged.engine.sampling_params import SamplingMode
+from tests.support.draft_calls import (
+    ALL,
+    GREEDY,
+    MODES,
+    SIZES,
+    assert_ends_at_stop_texts,
+    assert_equal_results,
+    mixed,
+    plain,
+)
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,
     PROMPTS,
-    NumberTokenizer,
     assert_copies_no_pool,
     assert_every_page_is_free,
     drafts_of,
     greedy,
     make_engine,
-    reasons_of,
     run,
-    sampling,
     serve,
     step,
     steps_of,
@@ -37,11 +43,7 @@ from tests.support.plain_model import greedy_tokens
 K = 2
 # Most tests draft with the model itself, by the same weights or others: they share three programs.
 DRAFT = replace(MODEL, max_model_len=48)
-MODES = [SamplingMode(processors=True, draws=True, logprobs=0)]
-ALL = [SamplingMode(filters=2, processors=True, draws=True, logprobs=20)]
-GREEDY = [SamplingMode()]
 SMALL = replace(MODEL, num_layers=1, num_kv_heads=4, head_dim=8)
-SIZES = dict(num_pages=24)
 WEIGHTS = weights()
 own_programs = pytest.mark.cpu_budget(14)
 
@@ -59,40 +61,10 @@ def drafting(draft_params=WEIGHTS, draft=DRAFT, *, num_drafts=K, modes=MODES, **
     return engine
 
 
-def plain(modes=MODES, **options):
-    engine = make_engine(modes=modes, **SIZES | options)
-    steps_of(engine, 4)
-    return engine
-
-
 def noisy(scale):
     """Weights that think alike often; those of NaN never do."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: x + scale * rng.standard_normal(x.shape, np.float32), WEIGHTS)
-
-
-def mixed(**filters):
-    """Parameters of requests that share batches."""
-    return [
-        greedy(max_tokens=30, logprobs=0),
-        sampling(n=2, temperature=0.7, min_p=0.05, max_tokens=25, **filters),
-        greedy(max_tokens=None),
-        sampling(temperature=0.3, logit_bias={3: 2.0, 5: -100.0}, min_tokens=9, stop_token_ids=[3]),
-        greedy(max_tokens=20, min_tokens=4, stop_token_ids=[*range(0, 40, 5)], logprobs=0),
-    ]
-
-
-def results_of(requests):
-    """Tokens, texts, reasons and log-probabilities."""
-    each = [output for request in requests for output in request.outputs]
-    logprobs = [one.logprob for x in each for entry in x.logprobs or () for one in entry.values()]
-    return [(x.token_ids, x.text, x.finish_reason) for x in each], logprobs
-
-
-def assert_equal_results(requests, wanted):
-    (tokens, logprobs), (wanted_tokens, wanted_logprobs) = results_of(requests), results_of(wanted)
-    assert tokens == wanted_tokens
-    np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
 
 
 def assert_all_drafts_are_right(engine, least=1):
@@ -116,7 +88,7 @@ def test_tokens_and_logprobs_equal_those_without_drafts(draft, params, share, mo
     prompts, each = [[1, 2, 3, 4, 5] * 3, [7, 8] * 5, [9] * 22, *PROMPTS[:2]], mixed(**filters)
     engine = drafting(params, draft, modes=modes)
     requests = serve(engine, prompts, each)
-    assert_equal_results(requests, serve(plain(modes), prompts, each))
+    assert_equal_results(requests, serve(plain(), prompts, each))
     stats = engine.stats()
     accepted = stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens
     assert share[0] <= accepted <= share[1] and stats.spec_decode_num_draft_tokens > 30
@@ -148,13 +120,7 @@ def test_calls_without_drafts_store_what_the_draft_model_needs_later():
 
 
 def test_a_stop_text_ends_a_request_within_accepted_drafts():
-    wanted = serve(plain(), PROMPTS[:3], greedy(max_tokens=24))
-    params = [greedy(max_tokens=24, stop=" {} {}".format(*x[6:8])) for x in tokens_of(wanted)]
-    tokenizer = NumberTokenizer()
-    wanted = serve(plain(tokenizer=tokenizer), PROMPTS[:3], params)
-    engine = drafting(tokenizer=tokenizer)
-    assert_equal_results(serve(engine, PROMPTS[:3], params), wanted)
-    assert reasons_of(wanted) == ["stop"] * 3 and engine.stats().spec_decode_num_drafts > 0
+    assert_ends_at_stop_texts(PROMPTS[:3], drafting, 6)
 
 
 def test_requests_go_on_after_aborts_and_new_weights_and_without_a_pool():
@@ -218,9 +184,7 @@ def test_layers_with_a_window_draft_for_layers_with_a_window(num_full_layers):
 def test_kernels_draft_and_verify_as_the_plain_path_does():
     engine = drafting(modes=GREEDY, implementation="triton", interpret=True)
     requests = serve(engine, PROMPTS[:2], greedy(max_tokens=16), check=False)
-    assert tokens_of(requests) == tokens_of(
-        serve(plain(GREEDY), PROMPTS[:2], greedy(max_tokens=16))
-    )
+    assert tokens_of(requests) == tokens_of(serve(plain(), PROMPTS[:2], greedy(max_tokens=16)))
     assert_all_drafts_are_right(engine, least=5)
 
 

@@ -204,7 +204,7 @@ def test_an_engine_in_a_thread_embeds(vectors, watchdog):
     assert_every_page_is_free(inner)
 
 
-@pytest.mark.cpu_budget(8)  # compiles on a mesh
+@pytest.mark.slow  # compiles on a mesh, where other requests of an engine run by default
 def test_vectors_of_several_devices_and_replicas_are_the_same(vectors):
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices")

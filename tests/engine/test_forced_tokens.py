@@ -70,7 +70,7 @@ class Reporting(PlainModel):
         return super().__call__(params, tokens, positions, attend, cache)
 
 
-@pytest.mark.cpu_budget(6)  # compiles a model of its own
+@pytest.mark.slow  # compiles a model of its own
 def test_experts_of_forced_tokens_are_reported(engine):
     """A step draws each, also the last ones, which a completion without experts never computes."""
     modes = [replace(MODES[0], routed_experts=True)]

@@ -52,7 +52,8 @@ def is_exact(replica, window=None):
 
 @pytest.mark.parametrize(("window", "caching"), [(None, True), (None, False), (6, False)])
 def test_the_map_is_that_of_the_page_table_when_no_call_is_in_flight(window, caching):
-    engine = make_engine(replace(MODEL, sliding_window=window), enable_prefix_caching=caching)
+    model = replace(MODEL, sliding_window=window, num_layers=1) if window else MODEL
+    engine = make_engine(model, enable_prefix_caching=caching)
     (replica,) = engine.replicas
     for prompt in (PROMPT, PROMPT, *PROMPTS):
         engine.submit(prompt, greedy(n=2))

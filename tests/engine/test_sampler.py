@@ -22,7 +22,7 @@ from pallas_paged.engine.sampling.sampler import (
 )
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support import raw
-from tests.support.marks import slow
+from tests.support.marks import by_implementation, slow, slow_if_interpreted
 from tests.support.promotion import strict_promotion
 from tests.support.sampling_rows import (
     VOCAB,
@@ -97,7 +97,7 @@ def wanted_tokens(logits, rows, lens, mode):
 
 MODES = dict(greedy=GREEDY, plain=PLAIN, one_filter=replace(PLAIN, filters=1), filters=FILTERS)
 WAYS = [("greedy", "xla"), ("one_filter", "xla")]  # kernels have two modes
-WAYS += [(name, how) for name in ("plain", "filters") for how in sampling_implementations()]
+WAYS += by_implementation([("plain",), ("filters",)], sampling_implementations())
 
 
 @pytest.mark.parametrize(("mode", "implementation"), WAYS)
@@ -195,7 +195,7 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("implementation", sampling_implementations())
+@pytest.mark.parametrize("implementation", slow_if_interpreted(sampling_implementations()))
 @pytest.mark.parametrize(
     ("name", "values", "kept"),
     [

@@ -14,17 +14,25 @@ from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.lookup import find_drafts
 from pallas_paged.engine.device.state import History
 from pallas_paged.engine.sampling_params import SamplingMode
+from tests.support.draft_calls import (
+    ALL,
+    GREEDY,
+    MODES,
+    SIZES,
+    assert_ends_at_stop_texts,
+    assert_equal_results,
+    mixed,
+    plain,
+)
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,
     PROMPTS,
-    NumberTokenizer,
     assert_copies_no_pool,
     assert_every_page_is_free,
     drafts_of,
     greedy,
     make_engine,
-    reasons_of,
     run,
     sampling,
     serve,
@@ -41,12 +49,7 @@ from tests.support.plain_model import PlainModel, dense_logits, greedy_tokens
 K = 3
 CONFIG = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_max=3, prompt_lookup_min=1)
 SUFFIX = dict(method="suffix", num_speculative_tokens=K)
-# Each mode has programs of its own, which take some seconds to compile: most tests have the first.
-MODES = [SamplingMode(processors=True, draws=True, logprobs=0)]
-ALL = [SamplingMode(filters=2, processors=True, draws=True, logprobs=20)]
 PENALTIES = [SamplingMode(penalties=True)]
-GREEDY = [SamplingMode()]
-SIZES = dict(num_pages=24)
 own_programs = pytest.mark.cpu_budget(14)
 PERIODIC = [[1, 2, 3, 4, 5] * 3, [7, 8] * 5, [*range(9, 20)] * 2]
 
@@ -60,39 +63,6 @@ def speculating(model=MODEL, num_steps=4, params=None, config=CONFIG, modes=MODE
     return engine
 
 
-def plain(model=MODEL, modes=MODES, **options):
-    engine = make_engine(model, modes=modes, **SIZES | options)
-    steps_of(engine, 4)
-    return engine
-
-
-def results_of(requests):
-    each = [output for request in requests for output in request.outputs]
-    tokens = [(x.token_ids, x.text, x.finish_reason, x.stop_reason) for x in each]
-    entries = [entry for x in each for entry in x.logprobs or ()]
-    tops = [sorted((token, one.rank) for token, one in entry.items()) for entry in entries]
-    return tokens, tops, [one.logprob for entry in entries for one in entry.values()]
-
-
-def assert_equal_results(requests, wanted):
-    tokens, tops, logprobs = results_of(requests)
-    wanted_tokens, wanted_tops, wanted_logprobs = results_of(wanted)
-    assert tokens == wanted_tokens and tops == wanted_tops
-    np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
-
-
-def mixed(**filters):
-    """Parameters of requests that share batches; some of their tokens are drafts that are right."""
-    logprobs = 2 if filters else 0
-    return [
-        greedy(max_tokens=30, logprobs=logprobs),
-        sampling(n=2, temperature=0.7, min_p=0.05, max_tokens=25, **filters),
-        greedy(max_tokens=None),
-        sampling(temperature=0.3, logit_bias={3: 2.0, 5: -100.0}, min_tokens=9, stop_token_ids=[3]),
-        greedy(max_tokens=20, min_tokens=4, stop_token_ids=[*range(0, 40, 5)], logprobs=0),
-    ]
-
-
 @own_programs
 @pytest.mark.parametrize(
     ("config", "num_steps", "modes", "filters"),
@@ -104,10 +74,10 @@ def mixed(**filters):
 )
 def test_tokens_and_logprobs_equal_those_without_drafts(config, num_steps, modes, filters):
     """The pool is too small for all requests at once, so some are preempted."""
-    prompts, params = PERIODIC + PROMPTS[:2], mixed(**filters)
+    prompts, params = PERIODIC + PROMPTS[:2], mixed(2 if filters else 0, **filters)
     engine = speculating(config=config, num_steps=num_steps, modes=modes)
     requests = serve(engine, prompts, params)
-    assert_equal_results(requests, serve(plain(modes=modes), prompts, params))
+    assert_equal_results(requests, serve(plain(), prompts, params))
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.spec_decode_num_accepted_tokens > 10
     assert stats.num_steps < stats.generated_tokens
@@ -115,14 +85,7 @@ def test_tokens_and_logprobs_equal_those_without_drafts(config, num_steps, modes
 
 
 def test_a_stop_text_ends_a_request_within_accepted_drafts():
-    wanted = serve(plain(), PERIODIC, greedy(max_tokens=24))
-    stops = [" {} {}".format(*x[5:7]) for x in tokens_of(wanted)]
-    params = [greedy(max_tokens=24, stop=stop) for stop in stops]
-    tokenizer = NumberTokenizer()
-    wanted = serve(plain(tokenizer=tokenizer), PERIODIC, params)
-    engine = speculating(tokenizer=tokenizer)
-    assert_equal_results(serve(engine, PERIODIC, params), wanted)
-    assert reasons_of(wanted) == ["stop"] * 3 and engine.stats().spec_decode_num_drafts > 0
+    assert_ends_at_stop_texts(PERIODIC, speculating, 5)
 
 
 def test_drafts_are_found_in_tokens_that_the_prefix_cache_had():
@@ -159,9 +122,9 @@ def test_requests_that_end_or_begin_again_in_between_have_the_same_tokens():
 
 
 @own_programs
-@pytest.mark.parametrize("num_full_layers", [1, *slow([0])])
+@pytest.mark.parametrize("num_full_layers", [0, *slow([1])])
 def test_layers_with_a_window_keep_what_drafts_see(num_full_layers):
-    """Some of the layers, which then have a pool of their own, or all."""
+    """All layers, or some, which then have a pool of their own."""
     model = PlainModel(vocab_size=40, max_model_len=128, sliding_window=6)
     if num_full_layers:
         sizes = vars(model) | dict(num_full_layers=num_full_layers)
@@ -180,7 +143,7 @@ def test_kernels_verify_drafts_as_the_plain_path_does():
     options = dict(modes=GREEDY, implementation="triton", interpret=True)
     engine = speculating(**options)
     requests = serve(engine, PERIODIC[:2], greedy(max_tokens=16), check=False)
-    wanted = serve(plain(modes=GREEDY), PERIODIC[:2], greedy(max_tokens=16))
+    wanted = serve(plain(), PERIODIC[:2], greedy(max_tokens=16))
     assert tokens_of(requests) == tokens_of(wanted)
     assert engine.stats().spec_decode_num_accepted_tokens > 5
 
@@ -195,7 +158,7 @@ def test_batches_with_penalties_run_without_drafts():
     engine = speculating(modes=PENALTIES)
     params = [greedy(max_tokens=20, repetition_penalty=1.2), greedy(max_tokens=8), greedy()]
     requests = serve(engine, PERIODIC, params)
-    assert tokens_of(requests) == tokens_of(serve(plain(modes=PENALTIES), PERIODIC, params))
+    assert tokens_of(requests) == tokens_of(serve(plain(), PERIODIC, params))
     assert engine.stats().spec_decode_num_drafts == 0
     serve(engine, PERIODIC, greedy())
     assert engine.stats().spec_decode_num_drafts > 0
@@ -273,12 +236,12 @@ def test_suffixes_are_found_in_the_group_too_and_longer_ones_have_more_drafts():
 @own_programs
 def test_a_completion_is_drafted_from_one_that_has_ended():
     """Three are sampled alike in two slots: the last has the other ones before it."""
-    accepted = []
+    small, accepted = replace(MODEL, num_layers=1), []
     for num_prompts in (1, 3):
-        engine = speculating(config=SUFFIX, modes=GREEDY, max_num_seqs=2)
+        engine = speculating(small, config=SUFFIX, modes=GREEDY, max_num_seqs=2)
         params = greedy(max_tokens=20, n=3 // num_prompts)
         requests = serve(engine, [PROMPTS[1]] * num_prompts, params)
-        wanted = greedy_tokens(MODEL, weights(), PROMPTS[1], 20)
+        wanted = greedy_tokens(small, weights(small), PROMPTS[1], 20)
         assert tokens_of(requests) == [wanted] * 3
         accepted.append(engine.stats().spec_decode_num_accepted_tokens)
     assert accepted[0] > accepted[1] + 8

@@ -13,6 +13,7 @@ from tests.support import raw
 from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import (
     Case,
+    NarrowCase,
     SharedPrefixes,
     cumulated,
     mosaic_case,
@@ -193,6 +194,14 @@ class TestEqualsFiniteDifferences:
         function, arrays = partial(function, implementation=implementation), case.make()
         found = gradients_of(function, call_of(arrays), wanted, loss, **options)
         assert_is_gradient_of_attention(found, arrays, loss, **options)
+
+    @pytest.mark.parametrize("q_lens", [None, (9, 1, 0, 3)], ids=["decode", "ragged"])
+    def test_of_v_with_fewer_elements_than_k(self, q_lens):
+        case = NarrowCase(seq_lens=(13, 5, 0, 9), q_lens=q_lens, v_head_dim=24)
+        function = raw.ragged_paged_attention if q_lens else raw.paged_attention
+        function, arrays = partial(function, implementation="xla"), case.make(poison=False)
+        found = gradients_of(function, call_of(arrays), ALL[:3])
+        assert_is_gradient_of_attention(found, arrays)
 
 
 PROMPT = mosaic_case(

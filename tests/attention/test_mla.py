@@ -18,7 +18,6 @@ from tests.support.devices import latent_implementations_here
 from tests.support.marks import needs_mosaic, slow
 from tests.support.page_layouts import call_in_layout
 from tests.support.page_tables import write_kv
-from tests.support.promotion import assert_is_strict
 from tests.support.quantized_cases import Quantized
 
 # Random combinations of options, dtypes and shapes are in test_combinations.py.
@@ -32,10 +31,6 @@ CASES = pytest.mark.parametrize("case", [DECODE, RAGGED], ids=["decode", "ragged
 
 def made(case, **how):
     return of_latents(case.make(**how), case.v_head_dim)
-
-
-def test_strict_promotion_is_in_force():
-    assert_is_strict()
 
 
 class Heads:
@@ -170,22 +165,6 @@ def test_xla_reads_a_pool_once_and_makes_nothing_of_its_size(case, kv_layout, kv
 
 # Of the kernels that there are; `FAMILIES` says which of them have latents.
 INTERPRETED = [x for x in ("mosaic_sm90", "mosaic_sm80") if FAMILIES[x].reads_latents]
-OPTIONS = dict(soft_cap=3.0, sliding_window=20, sinks=np.linspace(-1, 2, 4, dtype=np.float32))
-
-
-@needs_mosaic
-@pytest.mark.slow  # tests/kernels/mosaic has smaller ones for each family
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # it multiplies poison, too
-@pytest.mark.parametrize("family", INTERPRETED)
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-@CASES
-def test_interpreted_kernels_match_the_oracle(case, options, family):
-    if jax.default_backend() == "gpu":
-        pytest.skip("the compiled kernels run there")
-    case = case.on(family)
-    how = dict(sm_scale=SCALE, implementation=f"{family}_interpret")
-    assert_close(mla(*made(case), **how, **options), made(case), case.tolerance, sm_scale=SCALE,
-                 **options)  # fmt: skip
 
 
 class TestGradient:

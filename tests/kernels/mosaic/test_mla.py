@@ -88,13 +88,13 @@ CALLS = [
     (decode(), SPLIT),
     (decode(num_q_heads=64, dtype="float16"), every_option(64)),  # two tiles of heads
     (ragged(), every_option(4, **SPLIT)),  # some rows of a tile see keys in its second part only
+]
+SLOW_CALLS = [
     # A query sees no key, neither in the first part of its tile nor in the second.
     (
         ragged(seq_lens=(70, 40, 11), q_lens=(8, 2, 8)),
         dict(tree_mask=TREE, sliding_window=6, **SPLIT),
     ),
-]
-SLOW_CALLS = [
     (decode(), {}),
     (decode(num_q_heads=64), SPLIT),
     (decode(num_q_heads=40), every_option(40)),  # tiles begin within the heads of a token
@@ -145,9 +145,9 @@ def assert_equals_the_oracle(case, options, v, family):
 
 ONE_BYTE = [
     (decode(head_dim=128 + 64), dict(kv_dtype="int8"), SPLIT),
-    (ragged(head_dim=128 + 32), dict(kv_dtype="float8_e4m3fn"), every_option(4, **SPLIT)),
     *slow(
         [
+            (ragged(head_dim=128 + 32), dict(kv_dtype="float8_e4m3fn"), every_option(4, **SPLIT)),
             (decode(head_dim=128 + 64), dict(kv_dtype="int8", per_tensor=True), {}),
             (decode(head_dim=256 + 64, dtype="float16", num_q_heads=40), dict(kv_dtype="int8"), {}),
             (ragged(head_dim=128 + 64), dict(kv_dtype="float8_e4m3fn", per_tensor=True), {}),

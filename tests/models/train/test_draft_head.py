@@ -47,6 +47,7 @@ def folder(trained, tmp_path):
     return tmp_path / "head"
 
 
+@pytest.mark.cpu_budget(10)  # trains
 def test_the_loss_falls_and_the_decoder_stays_as_it_is(decoder, trained):
     head, losses, held_out = trained
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
@@ -57,6 +58,7 @@ def test_the_loss_falls_and_the_decoder_stays_as_it_is(decoder, trained):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.cpu_budget(10)  # programs of its own
 def test_each_pass_is_what_a_draft_computes_behind_drafts(decoder, monkeypatch):
     """The oracle computes one text up to one token, by plain causal attention."""
     head = DraftHead(head_config(decoder.config), dtype=jnp.float32, rngs=nnx.Rngs(1))
@@ -152,6 +154,7 @@ def test_bad_input_of_the_command_is_one_line(tmp_path, monkeypatch, capsys, opt
     assert out == "" and not (tmp_path / "out").exists()
 
 
+@pytest.mark.cpu_budget(10)  # programs of its own
 def test_the_command_saves_a_head_with_a_card(tmp_path, monkeypatch, capsys):
     """With texts and acceptance from elsewhere: they compile engines."""
     given = []

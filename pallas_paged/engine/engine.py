@@ -171,7 +171,7 @@ class Engine:
             progress: whether to show a bar on stderr (with tqdm, on a terminal).
 
         Returns:
-            Whole outputs, in the order of the prompts.
+            Complete outputs, in the order of the prompts.
 
         Raises:
             ValueError: a prompt or its parameters can't be served; none has been started.

@@ -191,7 +191,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestOutput:
-    """Completions of one request, whole or, in the outputs of a step, what is new of them.
+    """Completions of one request, complete or, in the outputs of a step, what is new of them.
 
     Attributes:
         request_id: of the request.

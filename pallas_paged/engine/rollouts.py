@@ -68,7 +68,7 @@ class Rollouts:
         """Collect the completions of all outputs, in order.
 
         Args:
-            outputs: whole outputs, as `Engine.generate` returns them.
+            outputs: complete outputs, as `Engine.generate` returns them.
             pad_token_id: fills the padding.
             max_prompt_len: P; None takes the longest prompt.
             max_tokens: T; None takes the longest completion. Set both for equal shapes, and so a

@@ -57,7 +57,7 @@ class Answer(ABC):
     Attributes:
         kind, chunk_kind: values of "object", in one piece and in a stream.
         id_prefix: of its id.
-        head: fields of the whole answer.
+        head: fields of the complete answer.
     """
 
     kind = chunk_kind = id_prefix = ""
@@ -72,13 +72,13 @@ class Answer(ABC):
             "system_fingerprint": None,
         }
 
-    def whole(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the answer with all completions and the numbers of tokens."""
         return self.head | {"choices": choices, "usage": usage}
 
     def body(self, choices: list[Any], usage: dict[str, Any]) -> str:
-        """Return the JSON of `whole`."""
-        return encode_json(self.whole(choices, usage))
+        """Return the JSON of `complete`."""
+        return encode_json(self.complete(choices, usage))
 
     def event(self, delta: Any, *, include_usage: bool) -> str:
         """Return the event of a delta, or several."""
@@ -96,7 +96,7 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> Any:
-        """Return a whole completion."""
+        """Return a completion that has ended."""
 
     @abstractmethod
     def delta(self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The work of one HTTP request for completions, and its answer, whole or as events."""
+"""The work of one HTTP request for completions, and its answer, in one piece or as events."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Generation:
     """The work of one HTTP request."""
 
     def __init__(self, service: Service, call: Call, http: Request):
-        """Prepare; `whole` or `deltas` does the work, once."""
+        """Prepare; `complete` or `deltas` does the work, once."""
         self._service, self._call, self._http = service, call, http
         self._streams: list[RequestStream] = []
         self._ended: str | None = None  # why it ends before its completions do
         self._reason = "stop"  # of the completion that ended last
 
-    async def whole(self) -> list[tuple[Prompt, RequestOutput]]:
+    async def complete(self) -> list[tuple[Prompt, RequestOutput]]:
         """Generate to the end, and return the prompts with their outputs; errors as of `deltas`."""
         results: dict[int, tuple[Prompt, RequestOutput]] = {}
 
         async def consume(index: int, prompt: Prompt, stream: RequestStream) -> None:
-            output = await stream.whole()
+            output = await stream.complete()
             self._check(output)
             request = stream.request
             if request.first_token_time is not None:
@@ -225,7 +225,7 @@ async def respond(service: Service, call: Call, request: Request) -> Response:
     """
     if call.stream:
         return EventStream(service, call)
-    results = await Generation(service, call, request).whole()
+    results = await Generation(service, call, request).complete()
     count = _Count(call)
 
     def body() -> bytes:

@@ -231,7 +231,7 @@ class _ResponseAnswer(ParsedAnswer):
                 self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return events
 
-    def whole(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
         details = usage["prompt_tokens_details"]
         self._response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -246,7 +246,7 @@ class _ResponseAnswer(ParsedAnswer):
         return "".join(self._text(event) for event in delta)
 
     def last_event(self, usage: dict[str, Any], *, include_usage: bool) -> str:
-        response = self.whole([], usage)
+        response = self.complete([], usage)
         return self._text(self._event(str(response["status"]), response=response))
 
     def _text(self, event: dict[str, Any]) -> str:

@@ -40,10 +40,10 @@ async def test_outputs_add_up_to_those_of_the_engine_at_once_late_or_whole(engin
     assert len(deltas) > 1 and deltas[-1].seed == params.seed
     assert (deltas[0].prompt, deltas[0].prompt_token_ids) == ("1 2 3", [1, 2, 3])
     assert_deltas_add_up(deltas, [expected])
-    whole, late, late_whole = (engine.submit("1 2 3", params) for _ in range(3))
-    assert result(await whole.whole()) == result(expected)
+    first, late, last = (engine.submit("1 2 3", params) for _ in range(3))
+    assert result(await first.complete()) == result(expected)
     await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
-    assert result(await late_whole.whole()) == result(expected)
+    assert result(await last.complete()) == result(expected)
     assert [result(one) async for one in late] == [result(expected)]
     assert [one async for one in late] == []
 
@@ -61,7 +61,7 @@ async def test_an_abort_after_any_number_of_steps_frees_the_pages(
         tasks = [asyncio.create_task(engine.abort(one.request_id)) for one in streams]
         gate.let()
         await asyncio.gather(*tasks)
-        assert reasons_of([await one.whole() for one in streams]) == ["abort"] * 5
+        assert reasons_of([await one.complete() for one in streams]) == ["abort"] * 5
     elif way == "close":
         for stream in streams * 2:
             stream.close()
@@ -118,14 +118,14 @@ async def test_a_client_may_keep_the_outputs_of_its_request_from_the_first_momen
     outputs = [stream.request.outputs for stream in streams]
     gate.let()
     for stream, kept in zip(streams, outputs, strict=True):
-        await stream.whole()
+        await stream.complete()
         assert stream.request.outputs is kept and {len(one.token_ids) for one in kept} == {3}
 
 
 @in_loop
 async def test_an_error_of_the_tokenizer_ends_only_its_request(engine, monkeypatch):
     monkeypatch.setattr(NumberTokenizer, "broken", True)
-    output = await engine.submit([1], greedy()).whole()
+    output = await engine.submit([1], greedy()).complete()
     assert output.error == "OSError: the tables are lost"
     assert await collect(engine.generate([1], greedy(detokenize=False))) == alone([1], greedy())
 
@@ -198,7 +198,7 @@ def test_clients_that_leave_at_random_disturb_no_other(engine, inner):
         await asyncio.sleep(rng.random() * 0.2)
         job = rng.randrange(len(jobs))
         stream = engine.submit(*jobs[job], priority=rng.randrange(3))
-        match rng.choice(["leave", "leave thread", "cancel", "whole", "thread", "slow", "read"]):
+        match rng.choice(["leave", "leave thread", "cancel", "complete", "thread", "slow", "read"]):
             case "leave":
                 async for _ in stream:
                     if rng.random() < 0.4:
@@ -208,8 +208,8 @@ def test_clients_that_leave_at_random_disturb_no_other(engine, inner):
             case "cancel":
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(collect(stream), rng.random() * 0.1)
-            case "whole":
-                served.append((job, tokens_of([await stream.whole()])))
+            case "complete":
+                served.append((job, tokens_of([await stream.complete()])))
             case "thread":
                 served.append((job, merged(await asyncio.to_thread(list, stream))))
             case way:

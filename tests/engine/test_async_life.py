@@ -62,7 +62,7 @@ async def test_shutdown_without_drain_aborts_all(inner, gate, ends_in_error):
                 await asyncio.sleep(0)
             gate.let()
             await asyncio.gather(*ends)
-    assert reasons_of([await one.whole() for one in streams]) == ["abort"] * len(streams)
+    assert reasons_of([await one.complete() for one in streams]) == ["abort"] * len(streams)
     assert inner.stats().num_aborted == len(streams)
 
 
@@ -78,7 +78,7 @@ async def test_a_dead_engine_reaches_all_that_wait(caplog):
 
     async with AsyncEngine(inner) as engine:
         streams = [engine.submit(prompt, greedy(max_tokens=LONG)) for prompt in [[1], [2], [3]]]
-        waiting = collect(streams[0]), streams[1].whole(), asyncio.to_thread(list, streams[2])
+        waiting = collect(streams[0]), streams[1].complete(), asyncio.to_thread(list, streams[2])
         tasks = [asyncio.create_task(one) for one in waiting]
         await until(gate.held.is_set)
         inner.replicas[0].runner.read = read
@@ -113,7 +113,7 @@ async def test_an_engine_that_dies_between_steps_reaches_all_that_wait(call, cap
         raise OSError("the device is lost")
 
     async with AsyncEngine(inner) as engine:
-        reading = asyncio.create_task(engine.submit([1], greedy(max_tokens=LONG)).whole())
+        reading = asyncio.create_task(engine.submit([1], greedy(max_tokens=LONG)).complete())
         await until(gate.held.is_set)
         inner.replicas.drain = drain
         args = [weights()] if call == "update_params" else []
@@ -180,7 +180,7 @@ async def test_requests_wait_while_the_engine_sleeps(engine, inner, drain):
     await engine.sleep()
     last = engine.submit(PROMPTS[0], greedy())
     await engine.shutdown(drain)
-    assert reasons_of([await last.whole()]) == ["length" if drain else "abort"]
+    assert reasons_of([await last.complete()]) == ["length" if drain else "abort"]
     assert inner.is_sleeping == (not drain)
 
 

@@ -185,7 +185,7 @@ async def _async_vectors(inner):
     async with AsyncEngine(inner) as engine:
         found = await engine.embed(PROMPTS, pooling="mean")
         stream = engine.submit(PROMPTS[4], PoolingParams())
-        whole = await stream.whole()
+        complete = await stream.complete()
         running = asyncio.create_task(engine.embed(PROMPTS * 10))
         await asyncio.sleep(0)
         running.cancel()
@@ -193,7 +193,7 @@ async def _async_vectors(inner):
             await running
         with pytest.raises(ValueError, match="prompt 1"):
             await engine.embed([[1], [40]])
-    return found, whole.embedding
+    return found, complete.embedding
 
 
 def test_an_engine_in_a_thread_embeds(vectors, watchdog):

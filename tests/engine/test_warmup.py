@@ -121,7 +121,7 @@ def test_the_thread_of_an_async_engine_starts_the_compilation(gate, greedy_token
             done = await engine.start_warmup([greedy()])
             streams = [engine.submit(prompt, greedy()) for prompt in PROMPTS]
             gate.set()
-            tokens = [(await one.whole()).outputs[0].token_ids for one in streams]
+            tokens = [(await one.complete()).outputs[0].token_ids for one in streams]
             await asyncio.wrap_future(done)
             return tokens
 

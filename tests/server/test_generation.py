@@ -57,7 +57,7 @@ class Stream:
                 raise output
             yield output
 
-    async def whole(self):
+    async def complete(self):
         return [output async for output in self][-1]
 
     def close(self):
@@ -134,7 +134,7 @@ async def test_a_whole_answer_and_its_metrics(monkeypatch):
     work.streams[1].request.first_token_time = None  # it has computed the prompt only
     asyncio.get_running_loop().call_later(0.02, work.streams[0].close)
     tasks, reference = asyncio.all_tasks(), weakref.ref(work.generation)
-    results = await work.generation.whole()
+    results = await work.generation.complete()
     del work.generation
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == tasks
@@ -214,7 +214,7 @@ async def test_ends_before_the_end(monkeypatch, stream, outputs, options, error,
     one = work.generation
     expected = APIError if isinstance(error, tuple) else error or ClientDisconnect
     with pytest.raises(expected) as raised:
-        await (one.deltas(emit) if stream else one.whole())
+        await (one.deltas(emit) if stream else one.complete())
     if isinstance(error, tuple):
         assert raised.value.status == error[0] and str(raised.value).startswith(error[1])
         code = raised.value.body["error"]["code"]
@@ -238,7 +238,7 @@ async def test_ends_before_the_end(monkeypatch, stream, outputs, options, error,
 async def test_a_refused_prompt_closes_those_before_it(monkeypatch, error, params, expected):
     work = Work(monkeypatch, ABORTED, error, **params)
     with pytest.raises(APIError) as raised:
-        await work.generation.whole()
+        await work.generation.complete()
     found, (status, message, param, code) = raised.value, expected
     assert (found.status, found.body["error"]["param"]) == (status, param)
     assert str(found).startswith(message) and found.body["error"]["code"] == code

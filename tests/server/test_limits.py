@@ -92,11 +92,11 @@ def test_requests_that_take_too_long(tmp_path):
         started = in_background(client.post, TEXT, json=LONG | {"stream": True})
         wait_until(lambda: len(calls) == 3)  # which reads the first
         waiting = in_background(client.post, TEXT, json=SHORT | {"stream": True})
-        whole = in_background(client.post, TEXT, json=SHORT)
+        complete = in_background(client.post, TEXT, json=SHORT)
         wait_until(lambda: running.service.admission.num_requests == 3)
         time.sleep(0.7)
         gate.set()
-        for answer in (waiting, whole):
+        for answer in (waiting, complete):
             assert "0.6 s" in error_of(answer.result(60), 504)["message"]
         first, *_, error, done = started.result(60).text.strip().split("\n\n")
         assert '"text"' in first and done == "data: [DONE]"
@@ -174,13 +174,13 @@ def test_a_shutdown_aborts_what_takes_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "CLOSE_SECONDS", 0.5)
     engine = slowed(small_engine(tmp_path), lambda: time.sleep(0.05))
     with RunningServer(tmp_path, engine, drain_timeout=0.2) as running:
-        whole = in_background(running.client.post, TEXT, json=LONG)
+        complete = in_background(running.client.post, TEXT, json=LONG)
         stream = in_background(running.client.post, TEXT, json=LONG | {"stream": True})
         unfinished = http_request("/tokenize", {"prompt": "x"})[:-5]
         with running.connection(unfinished) as never_ends:
             wait_until(lambda: running.metrics()["num_requests_running"] == 2)
             running.stop()
-            assert "shutting down" in error_of(whole.result(60), 503)["message"]
+            assert "shutting down" in error_of(complete.result(60), 503)["message"]
             assert "shutting down" in stream.result(60).text
             with contextlib.suppress(ConnectionResetError):
                 assert never_ends.recv(1) == b""

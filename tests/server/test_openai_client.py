@@ -82,12 +82,12 @@ def test_echo_repeats_the_prompt_with_its_logprobs(api, stream):
 def test_a_chat_has_the_logprobs_of_its_tokens_and_ends_at_a_stop_text(api):
     text = expected_text(RENDERED, 12)
     options = dict(messages=MESSAGES, stop=[text[8:10]], logprobs=True, top_logprobs=3, **GREEDY)
-    whole = api.chat.completions.create(**options).choices[0]
-    assert whole.message.content == text[: text.index(text[8:10])]
-    assert (whole.finish_reason, whole.stop_reason) == ("stop", text[8:10])
-    entries = whole.logprobs.content
+    complete = api.chat.completions.create(**options).choices[0]
+    assert complete.message.content == text[: text.index(text[8:10])]
+    assert (complete.finish_reason, complete.stop_reason) == ("stop", text[8:10])
+    entries = complete.logprobs.content
     sampled = bytes(entry.bytes[0] for entry in entries).decode(errors="replace")
-    assert sampled == text[: len(sampled)] and len(sampled) >= len(whole.message.content)
+    assert sampled == text[: len(sampled)] and len(sampled) >= len(complete.message.content)
     for entry in entries:
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
         assert len(entry.top_logprobs) == 3

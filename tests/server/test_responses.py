@@ -167,7 +167,7 @@ def events_of(tmp_path, texts, reason):
         ends = reason if index == len(texts) - 1 else None
         output = CompletionOutput(index=0, text=text, finish_reason=ends)
         events += answer.delta(0, prompt, output, is_first=index == 0)
-    return events, answer.whole([], USAGE)["output"]
+    return events, answer.complete([], USAGE)["output"]
 
 
 USAGE = dict(prompt_tokens=1, completion_tokens=1, total_tokens=2, prompt_tokens_details={})

@@ -192,12 +192,12 @@ class OutputCollector:
         request: the request.
         closed: whether nothing more will come.
         drained: whether the consumer has taken the last output.
-        takes_whole: whether the consumer wants one output, with all of the request.
+        takes_complete: whether the consumer wants one output, with all of the request.
     """
 
     def __init__(self, request: Request):
         self.request = request
-        self.closed = self.drained = self.takes_whole = False
+        self.closed = self.drained = self.takes_complete = False
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
@@ -207,7 +207,7 @@ class OutputCollector:
     def put(self, output: RequestOutput | None, error: BaseException | None = None) -> list[Waiter]:
         """Add an output, or an error to raise after the outputs; return the waiters to wake."""
         with self._lock:
-            if self.takes_whole and output is not None:
+            if self.takes_complete and output is not None:
                 if not output.finished:
                     return []
                 self._output = self.request.output()
@@ -223,7 +223,7 @@ class OutputCollector:
     def take(self, waiter: Waiter) -> RequestOutput | None:
         """Return what is new, or None: the event of the waiter will be set, in its loop."""
         with self._lock:
-            output = None if self.takes_whole and not self.closed else self._output
+            output = None if self.takes_complete and not self.closed else self._output
             if output is not None:
                 self._output = None
                 self._has_taken, self.drained = True, output.finished
@@ -275,12 +275,12 @@ class RequestStream:
         finally:
             self.close()
 
-    async def whole(self) -> RequestOutput:
-        """Wait for the end and return the whole request, in any event loop; wakes up only once.
+    async def complete(self) -> RequestOutput:
+        """Wait for the end and return the complete output, in any event loop; wakes up only once.
 
         To be called before anything else of the stream is read; errors as in `__iter__`.
         """
-        self._collector.takes_whole = True
+        self._collector.takes_complete = True
         outputs = [output async for output in self]
         return outputs[-1]
 

@@ -182,8 +182,8 @@ def _search(
     steps = jnp.arange(1, _NUM_PIVOTS + 1)[None]
     low, high = jnp.zeros_like(limit, jnp.int32), number_of(limit)  # kept, and not kept
     for _ in range(_NUM_PASSES):
-        whole, rest = jnp.divmod(high - low, _NUM_PARTS)
-        parts = whole[:, None] * steps + rest[:, None] * steps // _NUM_PARTS
+        quotient, rest = jnp.divmod(high - low, _NUM_PARTS)
+        parts = quotient[:, None] * steps + rest[:, None] * steps // _NUM_PARTS
         pivots = low[:, None] + parts
         is_kept = total(_weigh(blocks, weights, float_of(pivots))) < target[:, None]
         low, high = (
@@ -256,8 +256,8 @@ def _sum_blocks(weights: jax.Array, group: DevicePeers | None) -> jax.Array:
     if group is None:
         sums = jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % parts)))
     else:
-        whole = -(-sums.shape[1] * group.size // parts) * parts
-        places = jnp.arange(whole) - group.index * sums.shape[1]
+        padded_size = -(-sums.shape[1] * group.size // parts) * parts
+        places = jnp.arange(padded_size) - group.index * sums.shape[1]
         places = jnp.where(places < 0, sums.shape[1], places)
         sums = sums.at[:, places].get(mode="fill", fill_value=0)
     sums = jnp.sum(sums.reshape(num_rows, -1, parts), axis=2)

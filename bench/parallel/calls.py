@@ -105,8 +105,8 @@ def measure_sums(
 ) -> Iterator[dict[str, Any]]:
     """Measure a sum over devices of bf16 `[rows, hidden_size]`, as after each half of a layer.
 
-    The time is that of a chain of sums, each of which waits for the one before, less that of the
-    same chain without sums.
+    The time is that of a chain of sums, where each waits for the one before, less that of the same
+    chain without sums.
     """
     for count in counts:
         if count == 1:

@@ -33,7 +33,7 @@ def numbers_of(engine: Engine, compilations: Compilations) -> dict[str, Any]:
 
 
 def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
-    """Memory at this moment: pages that rows hold, of which only the last of each row is not full.
+    """Memory at this moment: pages that rows hold; only the last of each row is not full.
 
     Args:
         engine: the engine, for its page counts.

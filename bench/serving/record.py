@@ -67,7 +67,7 @@ class Record:
         """Rates, latencies in seconds and shares of memory, ready for JSON."""
         served = self.served
         first = [one.first_token - one.arrival for one in served]
-        whole = [one.finish - one.arrival for one in served]
+        latencies = [one.finish - one.arrival for one in served]
         each = [
             (one.finish - one.first_token) / (one.num_tokens - 1)
             for one in served
@@ -82,7 +82,7 @@ class Record:
             "requests_per_s": len(served) / self.wall,
             "ttft_s": _percentiles(first),
             "tpot_s": _percentiles(each),
-            "latency_s": _percentiles(whole),
+            "latency_s": _percentiles(latencies),
             "utilization": self._share("live", "reserved"),
             "reserved_of_budget": self._share("reserved", None),
             "live_of_budget": self._share("live", None),
@@ -91,13 +91,13 @@ class Record:
             **self.extra,
         }
 
-    def _share(self, part: str, whole: str | None, *, under_load: bool = False) -> float | None:
+    def _share(self, part: str, of: str | None, *, under_load: bool = False) -> float | None:
         """Mean share over the time with memory reserved; under_load: and with requests waiting."""
         spans = np.diff([*(sample.time for sample in self.usage), self.wall])
         shares, weights = [], []
         for sample, span in zip(self.usage, spans, strict=True):
             if sample.reserved and (sample.waits or not under_load):
-                total = getattr(sample, whole) if whole else self.capacity
+                total = getattr(sample, of) if of else self.capacity
                 shares.append(getattr(sample, part) / total)
                 weights.append(max(float(span), 0.0))
         return float(np.average(shares, weights=weights)) if sum(weights) else None

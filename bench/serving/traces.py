@@ -1,7 +1,7 @@
 """Prompts and answers that repeat them, made of files of this repository.
 
 Tokens are pieces of text as a byte-pair vocabulary begins with: a word or a number with the space
-before it, signs, a new line with its indentation. Files are cut after as many pieces as the answer
+before it, signs, a new line with its indentation. A file ends after as many pieces as the answer
 has. The traces of a run are those of its checkout: the files change, what is done to them does not.
 """
 

@@ -204,7 +204,7 @@ def _kernels(advance: Any, held: Any, num_layers: int) -> dict[str, Any]:
         calls = 1 + advance(_PROFILED_STEPS - 1, _PROFILED_CALLS - 1)
         time.sleep(_PAUSE_S)
 
-    time.sleep(_PAUSE_S)  # so that the profile has whole calls only
+    time.sleep(_PAUSE_S)  # so that the profile has complete calls only
     try:
         times = profiler.own_times(profiler.record(run))
     except Exception as error:  # no profiler: the wall time is still valid
@@ -281,7 +281,7 @@ def _limit(
 
     Args:
         decoder, kv_cache_dtype: as in `measure_step`.
-        context: tokens of a row, of which layers with a window read the last.
+        context: tokens of a row; layers with a window read the last of them.
         tokens: i32[B, N] of the rows, which say how many experts a step reads.
     """
     spec = engine_model(decoder)[0].kv_cache_spec

@@ -46,7 +46,7 @@ def serve(
 
     Args:
         args: parsed options.
-        api_keys: of which requests must have one; empty: none.
+        api_keys: a request must have one of them; empty: it needs none.
         on_signal: takes the function to call with the first signal.
 
     Raises:

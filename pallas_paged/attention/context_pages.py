@@ -202,7 +202,7 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, mesh: Mesh | None = None) ->
         local_src, local_dst = _to_local(src, num_local), _to_local(dst, num_local)
 
         def read(pages: jax.Array) -> jax.Array:  # as bytes; zeros where another device has them
-            if not pages.ndim:  # a scale of the whole layer
+            if not pages.ndim:  # one scale of the layer
                 return jnp.zeros(0, jnp.uint8)
             copied = take_pages(pages, page_axis, local_src, mode="fill")
             return lax.bitcast_convert_type(copied, jnp.uint8)

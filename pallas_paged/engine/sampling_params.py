@@ -33,8 +33,8 @@ class SamplingParams:
 
     Attributes:
         n: completions to return.
-        best_of: completions to sample, of which the `n` with the highest mean log-probability are
-            returned. None samples `n`.
+        best_of: completions to sample; the `n` with the highest mean log-probability are returned.
+            None samples `n`.
         beam_width: search with this many beams and return the `n` best; one beam is greedy
             decoding, and `temperature` and the filters are ignored. None samples.
         length_penalty: beams are ranked by log-probability / length ** length_penalty, at most 10
@@ -137,7 +137,7 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """Most probable tokens to compute for each new one; None: not even its own logprob."""
         if self.beam_width:
-            return 2 * self.beam_width  # half of which may end a beam
+            return 2 * self.beam_width  # half of them may end a beam
         return (self.logprobs or 0) if self.needs_logprobs else None
 
     def _set(self, name: str, value: object) -> None:

@@ -226,7 +226,7 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
         axis = layer.layout.page_axis
 
         def of(x: jax.Array) -> jax.Array:
-            if not x.ndim:  # a scale of the whole layer
+            if not x.ndim:  # one scale of the layer
                 return x
             num_pages = x.shape[axis]
             to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)

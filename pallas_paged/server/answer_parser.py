@@ -56,7 +56,7 @@ class AnswerParser:
     """Parts an answer as its text arrives.
 
     What may be the beginning of a marker is held back until it is certain. Arguments in JSON come
-    as they are written, those in tags when the call is complete. A call that is cut off or not
+    as they are written, those in tags when the call is complete. A call that is truncated or not
     valid stays content, also if pieces of it have come. Whitespace beside a region is dropped;
     content before and after one is on two lines.
     """

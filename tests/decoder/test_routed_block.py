@@ -75,7 +75,7 @@ def test_the_row_goes_through_the_experts_with_the_largest_logits():
 
 @needs_triton
 def test_partial_states_and_mailboxes_go_from_layer_to_layer():
-    """Weights that do not add up to 1; equal logits, of which the first ones are chosen."""
+    """Weights that do not add up to 1; of equal logits the first ones are chosen."""
     routing, w = Routing(num_experts_per_tok=2, norm_topk_prob=False, scaling=9.0), routed_weights()
     w = dataclasses.replace(w, router=np.concatenate([w.router[:64]] * 2))
     pages = draw(40, 2, 32, 16, 64, scale=1.0), draw(41, 2, 32, 16, 64, scale=1.0)

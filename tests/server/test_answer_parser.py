@@ -128,7 +128,7 @@ def test_an_answer_is_the_same_wherever_its_text_is_cut_in_two(parsers, text):
 
 @pytest.mark.parametrize(("parsers", "text"), ANSWERS)
 def test_an_answer_that_ends_anywhere_has_the_same_content_and_calls_in_pieces(parsers, text):
-    """Pieces of a call that is cut off have come already, and its text is content all the same."""
+    """Pieces of a truncated call have come already, and its text is content all the same."""
     for end in range(len(text)):
         content, reasoning, calls, _ = pushed([text[:end]], parsers)
         *found, incomplete = pushed([*text[:end]] or [""], parsers)

@@ -122,7 +122,7 @@ def test_buckets_of_the_histograms(server):
 
 
 def test_a_workload_by_value(tmp_path):
-    """Prompts of which one is cached, answers in one piece and streamed, and refused requests."""
+    """Prompts, one of them cached, answers in one piece and streamed, and refused requests."""
     with RunningServer(tmp_path) as server:
         prompt, options = "x" * 40, {"temperature": 0, "max_tokens": 6}
         streamed = {"stream": True, "stream_options": {"include_usage": True}}

@@ -33,7 +33,7 @@ def slow(parameters: Iterable) -> list:
 
 
 def slow_if_interpreted(names: Iterable[str]) -> list:
-    """Implementations, of which the interpreted kernels run with the slow tests only."""
+    """Implementations; interpreted kernels run with the slow tests only."""
     return [slow([name])[0] if name.endswith("_interpret") else name for name in names]
 
 

@@ -97,7 +97,7 @@ class PagedAttend:
             peers: of the devices of a mesh.
             windows: of layers with the number of pages of another table: that table, with the same
                 rows and lengths and fewer pages, its slots of the new tokens, and the largest
-                window of these layers, left of which pages may be free.
+                window of these layers: pages left of it may be free.
         """
         self._recorded: list[jax.Array] = []
         given = None if chunks is None else chunks.routed_experts

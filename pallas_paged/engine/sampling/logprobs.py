@@ -111,8 +111,8 @@ def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Return the k largest of values `[..., N]`, whose tokens rise, best first, and their tokens.
 
-    Long rows are cut into blocks. The largest values lie in those k blocks whose best values are
-    the largest, so that only these are compared.
+    Long rows are divided into blocks. The largest values are in the k blocks with the largest
+    maxima, so that only these are compared.
     """
     size = values.shape[-1]
     most = max(math.isqrt(_MAX_PAIRS * size // values.size), 4 * k)

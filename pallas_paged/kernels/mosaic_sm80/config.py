@@ -58,7 +58,7 @@ class MosaicSm80DecodeConfig:
     Attributes:
         block_k: tokens of K/V per loop step; 32, 64 or 128.
         num_stages: blocks of K and of V in shared memory, in [1, 8].
-        num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
+        num_programs: programs on the device, in [1, 65535]. Each KV head gets an equal number
             of them, at least one, and divides the blocks of all rows evenly among them.
         fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
             as in `DecodeConfig`. The bits of a row then depend on that row alone.
@@ -194,7 +194,7 @@ class MosaicSm80RaggedConfig:
         block_k: tokens of K/V per loop step; 16, 32, 64 or 128.
         num_warpgroups: warpgroups of a program, in [1, 2]. Two share K and V, and the softmax of
             one runs under the products of the other.
-        num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
+        num_programs: programs of the device that run at the same time, in [1, 65535]. K/V are
             split where that lets them end earlier.
         fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
             fit one tile, a multiple of `block_k`, as in `RaggedConfig`.

@@ -35,7 +35,7 @@ class LatentConfig:
         block_q: query rows of a tile, one for each token and query head: 16 or 32.
         block_k: latents per loop step, 16 or 32; 32 where a tile has 16 rows.
         num_stages: blocks of latents in shared memory.
-        num_programs: programs of the whole device that run at the same time. Latents are split
+        num_programs: programs of the device that run at the same time. Latents are split
             where that lets them end earlier.
         fixed_split_size: None, or tokens after which the latents are split of every row whose
             queries fit one tile, a multiple of `block_k`.

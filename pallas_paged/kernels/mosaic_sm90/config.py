@@ -34,7 +34,7 @@ class MosaicSm90RaggedConfig:
         num_consumers: warpgroups of a program that attend, each for 64 query rows, in [1, 3].
         num_q_stages: tiles of queries in shared memory, in [1, 2]. With 2 the queries of the next
             tile are copied while consumers attend to this one.
-        num_programs: programs on the whole device, in [1, 65535]. Each takes the next work item
+        num_programs: programs on the device, in [1, 65535]. Each takes the next work item
             when it has finished one.
         fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
             fit one tile, a multiple of `block_k`. As in `RaggedConfig`, but partial results take
@@ -113,8 +113,8 @@ def reduce_parts(*, num_rows: int, num_columns: int) -> int:
     if num_rows > 64:
         return 1
     most = 8 if num_rows == 1 else 4
-    whole = (count for count in (8, 4, 2) if count <= most and num_columns % (8 * count) == 0)
-    return next((count for count in whole if num_columns >= count * _LEAST_COLUMNS), 1)
+    dividing = (count for count in (8, 4, 2) if count <= most and num_columns % (8 * count) == 0)
+    return next((count for count in dividing if num_columns >= count * _LEAST_COLUMNS), 1)
 
 
 def prefer_ragged(*, num_tokens: int, group: int, expected_seqs: int, **_: int) -> bool:
@@ -131,8 +131,8 @@ class DecoderBlockConfig:
         num_programs: no more than there are SMs, for they wait for one another.
         num_stages: blocks of weights in shared memory, 32 KB each.
         num_in_flight: blocks on their way at once.
-        o_splits, down_splits, router_splits: parts into which the columns of the weights are cut
-            that have few rows; of experts, `down_splits` is how many a row has.
+        o_splits, down_splits, router_splits: parts of the columns of weights that have few
+            rows; of experts, `down_splits` is how many a row has.
     """
 
     num_programs: int

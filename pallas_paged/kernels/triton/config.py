@@ -19,7 +19,7 @@ class DecodeConfig:
 
     Attributes:
         block_k: tokens of K/V per loop step; a power of two in [16, 256].
-        num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
+        num_programs: programs on the device, in [1, 65535]. Each KV head gets an equal number
             of them, at least one, and divides the blocks of all rows evenly among them.
         num_warps: warps per decode program; a power of two in [1, 16].
         num_stages: software-pipelining depth of the K/V loop, in [1, 8].
@@ -50,7 +50,7 @@ class RaggedConfig:
         block_q: query rows of a tile, one for each token and query head of a KV head's group; a
             power of two in [16, 256].
         block_k, num_warps, num_stages: as in `DecodeConfig`.
-        num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
+        num_programs: programs of the device that run at the same time, in [1, 65535]. K/V are
             split where that lets them end earlier.
         fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
             fit one tile; longer rows are then not split. As in `DecodeConfig`, the bits of a row no

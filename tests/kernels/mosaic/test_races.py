@@ -139,7 +139,7 @@ def test_a_kernel_that_does_not_wait_has_a_race(has_race, monkeypatch):
         assert has_race(MORE["ragged"])
     except jax.errors.JaxRuntimeError as e:
         # In some orders of the threads the interpreter notices something else first: the end of a
-        # barrier that nobody waits for, or an index that was read before it was there.
+        # barrier without a wait, or an index that was read before it was there.
         assert re.search("no threads observed|Out-of-bounds", str(e))
 
 

@@ -7,7 +7,7 @@ from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.schedule.calls import SchedulerOutput
 from pallas_paged.pages.prefix_cache import PrefixCache, chained_hash
 from tests.support.marks import slow
-from tests.support.scheduler_host import Host, make_sequence, token_at, with_forks
+from tests.support.scheduler_host import FIRST, Host, make_sequence, token_at, with_forks
 
 NOTHING = dict(attachments=[], forks=[], decodes=[], resumed=[], chunks=[], num_steps=1)
 
@@ -88,7 +88,7 @@ def test_the_newest_is_preempted_and_recomputed_before_later_requests():
     chunks = [x for scheduled in host.run() for x in scheduled.chunks if x.sequence is last]
     assert chunks[0].token_ids == tokens
     assert each[0].request.num_preemptions == 0 and last.request.num_preemptions >= 1
-    assert [one.token_ids[4:] for one in each[:3]] == [[1004 + i for i in range(14)]] * 3
+    assert [one.token_ids[4:] for one in each[:3]] == [[FIRST + i for i in range(14)]] * 3
 
 
 def test_cached_pages_are_evicted_before_any_preemption_with_some_spare():

@@ -14,7 +14,7 @@ from tests.support.scheduler_storm import Storm
 def test_no_page_is_lost_and_every_request_ends_once(num_requests, checks, caching, window):
     """Pages are owned once, and free ones, cached ones and used ones are all; order; budget."""
     storm = Storm(num_requests, caching=caching, window=window, checks=checks)
-    storm.run(num_requests)
+    storm.serve(num_requests)
     counts = storm.counts
     assert min(counts[x] for x in ("abort", "length", "stop", "preemptions")) > num_requests // 100
     assert (counts["prefix_cache_hits"] > num_requests // 10) == caching

@@ -168,7 +168,8 @@ class Simulation:
             np.testing.assert_array_equal(k[held].ravel()[: len(tokens)], tokens)
             np.testing.assert_array_equal(v[held].ravel()[: len(tokens)], [-t for t in tokens])
         for page, name in zip(self.retained, self.oracle.retained, strict=True):
-            np.testing.assert_array_equal(k[page].ravel(), self.oracle.full_pages[name])
+            content = self.oracle.prefixes[name][-self.oracle.page_size :]
+            np.testing.assert_array_equal(k[page].ravel(), content)
         refs = self.table.ref_counts
         assert sorted(refs[refs > 0]) == sorted(self.oracle.refs.values())
         assert int(self.table.num_free) == self.oracle.num_free

@@ -16,7 +16,7 @@ class AllocatorOracle:
         self.pages: list[list[int | None]] = [[] for _ in range(max_seqs)]
         self.refs: dict[int, int] = {}
         self.retained: list[int] = []
-        self.full_pages: dict[int, list[int]] = {}  # a page's tokens when it was last full
+        self.prefixes: dict[int, list[int]] = {}  # of the row that filled a page, up to its end
         self.num_named = 0
 
     def extend(self, new_tokens: list[list[int] | int], max_new_tokens: int) -> list[bool]:
@@ -35,13 +35,12 @@ class AllocatorOracle:
             total += need
             ok.append(need == 0 or total <= budget)
             if ok[-1]:
+                first = len(self.tokens[row]) // self.page_size
                 self.tokens[row] += new
                 self.pages[row] += [self._take() for _ in range(need)]
-                for block in range(length // self.page_size):
-                    start = block * self.page_size
-                    content = self.tokens[row][start : start + self.page_size]
-                    if (page := self.pages[row][block]) is not None:
-                        self.full_pages[page] = content
+                for block in range(first, length // self.page_size):
+                    prefix = self.tokens[row][: (block + 1) * self.page_size]
+                    self.prefixes[self.pages[row][block]] = prefix
         return ok
 
     def free(self, rows: list[bool]) -> None:
@@ -143,7 +142,7 @@ class AllocatorOracle:
                 for name in entry:
                     self.refs[name] += 1
                     self.pages[row].append(name)
-                    self.tokens[row] += self.full_pages[name]
+                    self.tokens[row] += self.prefixes[name][-self.page_size :]
         return ok
 
     def _shareable(self) -> set[int]:
@@ -162,4 +161,5 @@ class AllocatorOracle:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             del self.refs[page]
+            self.prefixes.pop(page, None)
             self.num_free += 1

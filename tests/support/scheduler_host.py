@@ -21,8 +21,24 @@ from pallas_paged.engine.schedule.scheduler import Scheduler
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4
+FIRST = 1000  # new token of a request
+STRIDE = 100_000  # from one of its samples to the next
 SIZES: dict[str, Any] = dict(num_pages=16, max_num_seqs=4, max_num_batched_tokens=16)
 SIZES |= dict(watermark=0, sliding_window=None)
+
+
+def make_request(number: int, prompt: list[int], *, new: int, **values) -> Request:
+    """A request of at most `new` tokens; values of its attributes."""
+    values = dict(params=SamplingParams(), priority=0) | values
+    return Request(
+        request_id=str(number),
+        number=number,
+        prompt=None,
+        prompt_token_ids=prompt,
+        seed=0,
+        max_len=len(prompt) + new,
+        **values,
+    )
 
 
 def make_sequence(
@@ -30,17 +46,7 @@ def make_sequence(
 ) -> Sequence:
     """A sequence with a prompt, or with one of this length; values of its attributes."""
     tokens = list(prompt) or [100 * number + i for i in range(length)]
-    request = Request(
-        request_id=str(number),
-        number=number,
-        prompt=None,
-        prompt_token_ids=tokens,
-        params=SamplingParams(),
-        seed=0,
-        priority=priority,
-        max_len=len(tokens) + new,
-    )
-    return _sequence(request, 0, **values)
+    return _sequence(make_request(number, tokens, new=new, priority=priority), 0, **values)
 
 
 def _sequence(request: Request, index: int, **values) -> Sequence:
@@ -61,8 +67,8 @@ def with_forks(source: Sequence, count: int) -> list[Sequence]:
 
 
 def token_at(one: Sequence, position: int) -> int:
-    """The token of a sequence at a position, the same under every schedule."""
-    return 1000 + position + 100_000 * one.output.index
+    """The new token of a sequence at a position, the same under every schedule."""
+    return FIRST + position - len(one.request.prompt_token_ids) + STRIDE * one.output.index
 
 
 @dataclass
@@ -114,7 +120,6 @@ class Host:
         self.finished: set[int] = set()  # slots that have ended on the device
         self.num_frees = 0
         self.is_exact = True  # the newest report knows of all slots that were freed
-        self.prefixes: dict[int, list[int]] = {}  # of full pages, which have K/V
         self.add(*sequences)
 
     def add(self, *sequences: Sequence) -> None:
@@ -130,12 +135,17 @@ class Host:
         self.table.release(update.released)
 
     def schedule(self) -> SchedulerOutput | None:
-        steps = [call.scheduled.num_steps for call in self.calls]
-        return self.scheduler.schedule(
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        steps, before = [call.scheduled.num_steps for call in self.calls], {*running}
+        scheduled = self.scheduler.schedule(
             in_flight=bool(steps),
             may_end_early=max(steps, default=1) > 1,
             num_steps=self.num_steps(),
         )
+        if waiting:  # none has passed it, but for samples of a prompt that is computed
+            started = [one for one in running if one not in before and not one.output.index]
+            assert all(one.order < waiting[0].order for one in started)
+        return scheduled
 
     def step(self) -> SchedulerOutput:
         """Schedule and run a call, then read those before it."""
@@ -150,6 +160,10 @@ class Host:
         if self.scheduler.pages.must_update or attached:
             self.update()
         assert all(self.table.attach([slot for slot, _ in attached], [[*x] for _, x in attached]))
+        for slot, pages in attached:  # K and V depend on all tokens before them
+            for end, page in enumerate(pages, 1):
+                prefix = self.table.tokens[slot][: end * PAGE_SIZE]
+                assert self.table.prefixes[page] == prefix, "a page of another prefix"
         assert all(self.table.fork([src for src, _ in forks], [dst for _, dst in forks]))
         dispatched = bool(scheduled.decodes or scheduled.chunks)
         if dispatched:
@@ -191,7 +205,6 @@ class Host:
                 first = [len(tokens) - window + 1 if added else 0 for tokens, added in rows]
                 self.table.free_before(first, None if chunks else 1)
             assert all(self.table.extend(new, 10**6)), "the schedule needs more pages than are free"
-            self._check_prefixes()
             for one in [*active, *chunks]:
                 slot = one.running_slot
                 length = len(self.table.tokens[slot])
@@ -218,14 +231,6 @@ class Host:
         assert sum(needed) <= self.table.num_free, "the schedule needs more pages than are free"
         return {one: self.rng.randint(1, limit) for one, limit in limits.items()}
 
-    def _check_prefixes(self) -> None:
-        """A page that several rows hold, or one attaches, has the K/V of one prefix."""
-        for pages, tokens in zip(self.table.pages, self.table.tokens, strict=True):
-            for block, page in enumerate(pages[: len(tokens) // PAGE_SIZE]):
-                if page is not None:
-                    prefix = tokens[: (block + 1) * PAGE_SIZE]
-                    assert self.prefixes.setdefault(page, prefix) == prefix
-
     def drain(self) -> None:
         while self.calls:
             self.read()
@@ -244,12 +249,16 @@ class Host:
         ]
         output = RunnerOutput(num_free=call.num_free, sequences=outputs)
         self.scheduler.update(output, call.page_balance)
-        for one in outputs:
+        self.process(output)
+        self.check_bound()
+
+    def process(self, output: RunnerOutput) -> None:
+        """Give the sequences their new tokens."""
+        for one in output.sequences:
             for token_id in one.token_ids:
                 if (reason := one.scheduled.sequence.append(token_id)) is not None:
                     self.end(one.scheduled.sequence, reason)
                     break
-        self.check_bound()
 
     def end(self, one: Sequence, reason: str) -> None:
         one.output.finish_reason = reason
@@ -268,24 +277,32 @@ class Host:
         assert self.calls or not self.is_exact or counted == free
 
     def check(self) -> None:
-        """Slots hold the tokens and the pages that the scheduler expects."""
-        scheduler = self.scheduler
+        """Slots hold the tokens and the pages that the scheduler expects, and so does the cache."""
+        scheduler, update = self.scheduler, self.scheduler.pages.update
         for one in scheduler.running:
-            if one.slot in scheduler.pages.update.freed:
+            if one.slot in update.freed:
                 continue
-            length = len(one.token_ids)
-            known = [*one.token_ids, *(token_at(one, i) for i in range(length, one.max_len))]
-            held, pages = self.table.tokens[one.running_slot], self.table.pages[one.running_slot]
-            assert held == known[: len(held)] and len(held) <= one.num_computed
+            held, pages = self.check_tokens(one), self.table.pages[one.running_slot]
+            assert len(held) <= one.num_computed
             assert self.calls or len(held) == one.num_computed == one.num_stored
             full = one.pages[: one.num_stored // PAGE_SIZE]
             # None: before the window.
             assert all(page in (mine, None) for mine, page in zip(full, pages, strict=False))
-        slots = [one.slot for one in scheduler.running]
+        slots = [one.running_slot for one in scheduler.running]
         assert sorted([*slots, *scheduler.unused_slots]) == list(range(len(self.table.tokens)))
         for queue in (scheduler.running, scheduler.waiting):
             assert [one.order for one in queue] == sorted(one.order for one in queue)
         assert all(one.slot is None for one in scheduler.waiting)
+        cached = self.cache.pages if self.cache else ()
+        retained = [page for page in cached if page not in update.retained]
+        assert sorted([*retained, *update.released]) == sorted(self.table.retained)
+
+    def check_tokens(self, one: Sequence) -> list[int]:
+        """The row of a sequence holds its tokens, and perhaps the next ones; returns them."""
+        length, held = len(one.token_ids), self.table.tokens[one.running_slot]
+        known = [*one.token_ids, *(token_at(one, i) for i in range(length, one.max_len))]
+        assert held == known[: len(held)], "a page has the K and V of other tokens"
+        return held
 
     def run(self, max_steps: int = 30_000) -> list[SchedulerOutput]:
         schedules = []

@@ -30,6 +30,7 @@ from tests.support.engine_calls import (
 )
 from tests.support.latent_model import LatentModel, expected_logits, greedy_tokens
 from tests.support.marks import needs_triton, slow
+from tests.support.oracle import log_softmax
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 MODEL = LatentModel()
@@ -80,8 +81,7 @@ def test_quantized_latents_stay_near_exact_ones(kv_cache_dtype, most):
     (request,) = serve(engine, [prompt], greedy(max_tokens=1, prompt_logprobs=0))
     entries = zip(request.prompt_logprobs[1:], prompt[1:], strict=True)
     found = np.array([entry[token].logprob for entry, token in entries])
-    logits = expected_logits(PARAMS, prompt)[:-1]
-    exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    exact = log_softmax(expected_logits(PARAMS, prompt)[:-1])
     error = relative_error(found, exact[np.arange(len(found)), prompt[1:]])
     assert most / 10 < error < most
 

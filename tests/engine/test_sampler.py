@@ -23,6 +23,7 @@ from pallas_paged.engine.sampling.sampler import (
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support import raw
 from tests.support.marks import by_implementation, slow, slow_if_interpreted
+from tests.support.oracle import log_softmax
 from tests.support.promotion import strict_promotion
 from tests.support.sampling_rows import (
     VOCAB,
@@ -329,8 +330,7 @@ def test_logprobs_and_ranks_equal_those_of_numpy():
     found = jax.jit(lambda *x: [gather_logprobs(*x, num_logprobs) for num_logprobs in each])
     found = jax.tree.map(lambda x: np.asarray(x)[:30], found(logits, tokens))
     logits, tokens = logits[:30], tokens[:30]
-    exact = logits.astype(np.float64)
-    exact -= np.log(np.sum(np.exp(exact), axis=1, keepdims=True))
+    exact = log_softmax(logits)
     chosen = np.take_along_axis(exact, tokens[:, None], axis=1)
     rank = 1 + np.sum(logits > logits[np.arange(30), tokens][:, None], axis=1)
     for num_logprobs, got in zip(each, found, strict=True):

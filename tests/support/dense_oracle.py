@@ -47,13 +47,6 @@ def logits_of(params: nnx.State, tokens: np.ndarray, graphdef: nnx.GraphDef) -> 
     return model.logits(hidden)
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """In float64."""
-    logits = np.asarray(logits, np.float64)
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-
-
 class DenseOracle(Oracle):
     """The tokens that a decoder must generate, one sequence at a time."""
 

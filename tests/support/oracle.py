@@ -9,6 +9,13 @@ import numpy as np
 from tests.support.plain_model import dense_logits
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """In float64."""
+    logits = np.asarray(logits, np.float64)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
 class Oracle:
     """Logits and greedy tokens of a model of the engine, one sequence at a time."""
 
@@ -24,9 +31,7 @@ class Oracle:
 
     def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probabilities `f64[T, V]` of the token after each token."""
-        logits = self.logits(token_ids)
-        logits -= logits.max(axis=-1, keepdims=True)
-        return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+        return log_softmax(self.logits(token_ids))
 
     def continue_(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The next num_tokens greedy tokens."""

@@ -13,15 +13,9 @@ from flax import nnx
 from models.decoder import Decoder, dense_attend, engine_model, load_checkpoint
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from tests.support.attention_oracle import relative_error
-from tests.support.dense_oracle import (
-    CONFIG,
-    DenseOracle,
-    dense_logits,
-    log_softmax,
-    positions_of,
-    tiny_model,
-)
+from tests.support.dense_oracle import CONFIG, DenseOracle, dense_logits, positions_of, tiny_model
 from tests.support.marks import slow
+from tests.support.oracle import log_softmax
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHAKESPEARE = Path(__file__).parents[3] / "models" / "checkpoints" / "shakespeare"

@@ -15,8 +15,9 @@ from models.decoder.rope_scaling import (
 )
 from models.generate import generate
 from pallas_paged.engine import SamplingParams
-from tests.support.dense_oracle import CONFIG, dense_logits, log_softmax, tiny_model
+from tests.support.dense_oracle import CONFIG, dense_logits, tiny_model
 from tests.support.marks import slow
+from tests.support.oracle import log_softmax
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 YARN = YarnRopeScaling(factor=4.0, original_max_position_embeddings=16, attention_factor=1.14)

@@ -14,7 +14,8 @@ from models.train import trainer
 from models.train.__main__ import main
 from models.train.state import TrainConfig
 from models.train.trainer import split_windows, train, validation_loss
-from tests.support.dense_oracle import dense_logits, log_softmax
+from tests.support.dense_oracle import dense_logits
+from tests.support.oracle import log_softmax
 
 SIZES = dict(hidden_size=16, num_layers=1, intermediate_size=32)
 SIZES |= dict(num_q_heads=2, num_kv_heads=1, head_dim=8, seq_len=16, batch_size=4)

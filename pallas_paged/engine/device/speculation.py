@@ -170,7 +170,8 @@ class _Verification:
         q_lens = jnp.where(rows.live, 1 + num_drafts, 0)
         packed, hidden, layers = self._run(self.call, layers, tokens, rows.lens, q_lens)
         logits, lens = self.call.logits(hidden), packed.positions + 1
-        drawn = draw(self.call, self.state, logits, packed.slots, packed.is_token, lens)
+        where = packed.slots, packed.is_token, lens
+        drawn = draw(self.call.batch, self.state, logits, *where, peers=self.call.peers)
         grid = jnp.minimum(packed.starts[:, None] + self.ahead, packed.slots.size - 1)
         tokens, ended, logprobs = jax.tree.map(lambda x: x[grid], drawn)
         before = None
@@ -247,7 +248,9 @@ class _Verification:
             if index:
                 hidden, layers = self._draft_next(rows, is_drawn, drafts[-1], hidden, index, layers)
             lens = rows.lens + 1 + index
-            drawn, *_ = draw(draft, self.state, draft.logits(hidden), self.slots, is_drawn, lens)
+            where = self.slots, is_drawn, lens
+            logits = draft.logits(hidden)
+            drawn, *_ = draw(draft.batch, self.state, logits, *where, peers=draft.peers)
             drafts.append(jnp.maximum(drawn, 0))  # -1 is of bad logits
         return jnp.stack(drafts, axis=1), layers
 

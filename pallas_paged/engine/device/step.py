@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import decode_places
 from pallas_paged.engine.device.batch import (
     NOT_SAMPLED,
@@ -48,7 +49,8 @@ def decode(call: Call, state: EngineState) -> Result:
             state, tokens, rows, lens - 1, decode_rows=rows, chunks=None
         )
         logits = call.logits(hidden)
-        state, drawn, logprobs = _sample(call, state, logits, batch.decode_slots, rows, lens)
+        where = batch.decode_slots, rows, lens
+        state, drawn, logprobs = _sample(batch, state, logits, *where, peers=call.peers)
         after = drawn if logprobs is None else logprobs
         state = follow(
             call,
@@ -115,9 +117,8 @@ def draw_later(
     Returns:
         The state, and of the output `token_ids` and `logprobs`.
     """
-    call: Any = Call(model=None, params=None, batch=batch, kernels=None, peers=None)  # type: ignore
     where = batch.decode_slots, undrawn.rows, undrawn.lens
-    state, *drawn = _sample(call, state, undrawn.logits, *where)
+    state, *drawn = _sample(batch, state, undrawn.logits, *where)
     return state, *jax.tree.map(lambda x: x[None], drawn)
 
 
@@ -147,7 +148,8 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
     slots = jnp.arange(num_slots, dtype=jnp.int32)
     sampled = jnp.where(sampled, slots, num_slots)
     logits = call.logits(hidden[last])
-    state, drawn, logprobs = _sample(call, state, logits, slots, sampled, state.table.seq_lens)
+    where = slots, sampled, state.table.seq_lens
+    state, drawn, logprobs = _sample(call.batch, state, logits, *where, peers=call.peers)
     prompt_logprobs, after = None, drawn if logprobs is None else logprobs
     if chunks.targets is not None:
         # Devices add up one thing at a time: this, after what they have added up for the samples.
@@ -171,17 +173,19 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
 
 
 def _sample(
-    call: Call,
+    batch: Batch,
     state: EngineState,
     logits: jax.Array,
     indices: jax.Array,
     sampled: jax.Array,
     lens: jax.Array,
+    *,
+    peers: Peers | None = None,
 ) -> tuple[EngineState, jax.Array, Logprobs | None]:
     """Draw the next tokens of R rows, and end the slots that have all of theirs.
 
     Args:
-        call, state, logits, indices, lens: as in `draw`.
+        batch, state, logits, indices, lens, peers: as in `draw`.
         sampled: `i32[R]`, slots of the rows, or out of range for rows that do not sample.
 
     Returns:
@@ -189,7 +193,7 @@ def _sample(
     """
     slots = state.slots
     is_sampled = sampled < slots.finished.size
-    drawn, ended, logprobs = draw(call, state, logits, indices, is_sampled, lens)
+    drawn, ended, logprobs = draw(batch, state, logits, indices, is_sampled, lens, peers=peers)
     if state.counts is not None:
         state = replace(state, counts=add_output_tokens(state.counts, sampled, drawn))
     slots = replace(
@@ -201,28 +205,31 @@ def _sample(
 
 
 def draw(
-    call: Call,
+    batch: Batch,
     state: EngineState,
     logits: jax.Array,
     indices: jax.Array,
     is_sampled: jax.Array,
     lens: jax.Array,
+    *,
+    peers: Peers | None = None,
 ) -> tuple[jax.Array, jax.Array, Logprobs | None]:
     """Draw the next tokens of R rows.
 
     Args:
-        call: its mode, and the devices over which the vocabulary is sharded.
+        batch: its mode and masks.
         state: of all slots.
         logits: `f32[R, V]`
         indices: `i32[R]`, slots of the rows; one may stand several times.
         is_sampled: `bool[R]`, false for rows whose results nothing uses.
         lens: `i32[R]`, tokens of the rows.
+        peers: of the devices over which the vocabulary is sharded.
 
     Returns:
         Tokens `i32[R]`, -1 for bad logits; whether each ends its slot, `bool[R]`; and the
         log-probabilities that the mode wants.
     """
-    mode, peers = call.batch.mode, call.peers
+    mode = batch.mode
     metadata, row_counts, max_lens = jax.tree.map(
         lambda x: x.at[indices].get(mode="clip"),
         (state.slots.sampling, state.counts, state.slots.max_lens),
@@ -232,8 +239,8 @@ def draw(
     processed = process_logits(logits, metadata, row_counts, lens, mode)
     # The kernels need all of a row on one device.
     by: SamplingImplementation | None = None if peers is None else "xla"
-    masks = call.batch.masks
-    drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers, masks=masks)
+    how: Any = dict(implementation=by, peers=peers, masks=batch.masks)
+    drawn = sample(processed, metadata, lens, mode, **how)
     logprobs = None
     if mode.logprobs >= 0:
         token_ids = jnp.maximum(drawn, 0)

@@ -157,10 +157,14 @@ class BackgroundCompilation:
         self.done.set_running_or_notify_cancel()  # its users can't cancel it
         self._remaining, self._stopping = deque(compilations), False
         self._error: Exception | None = None
-        # Daemons, which `atexit` stops: the interpreter would wait for others to compile all.
+        # Daemons, which `atexit` stops: the interpreter would wait for others to compile all. All
+        # start here, as a thread can't start others once the interpreter ends.
+        count = min(num_threads(), len(self._remaining))
+        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
         self._thread = threading.Thread(target=self._run, name="compilation", daemon=True)
         atexit.register(self.stop)
-        self._thread.start()
+        for one in (*self._workers, self._thread):
+            one.start()
 
     def stop(self) -> None:
         """Start no more, and wait for what compiles: nothing can interrupt the compiler."""
@@ -172,12 +176,8 @@ class BackgroundCompilation:
         self._thread.join()
 
     def _run(self) -> None:
-        """Compile all in threads."""
-        count = min(num_threads(), len(self._remaining))
-        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
-        for one in workers:
-            one.start()
-        for one in workers:
+        """Wait for the threads that compile, and say how it ended."""
+        for one in self._workers:
             one.join()
         atexit.unregister(self.stop)
         error = self._error or (CancelledError() if self._remaining else None)

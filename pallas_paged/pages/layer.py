@@ -117,8 +117,7 @@ def _static_of(layer: LayerKV) -> tuple[Any, ...]:
 def _rebuild(static: tuple[Any, ...], leaves: Any) -> LayerKV:
     """Return a layer of any leaves, such as shapes or shardings."""
     layer = object.__new__(LayerKV)
-    for name, leaf in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
-        object.__setattr__(layer, name, leaf)
+    vars(layer).update(zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True))
     return layer
 
 

@@ -79,6 +79,9 @@ class IncrementalDetokenizer:
 
     def _add(self, piece: str, *, last: bool = False) -> None:
         """Append decoded text up to the first stop text, or to where one may begin."""
+        if not self._stop:
+            self.text += piece
+            return
         text, found = self._held + piece, []
         if self.num_tokens > self._min_tokens:
             for stop in self._stop:  # those that end in the piece
@@ -133,7 +136,8 @@ class _StreamDecoder:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._emitted = self._length = len(self._tokenizer.decode(self._window))
-            piece, self._of_prompt = self._without_prompt(piece), ""
+            if self._of_prompt:
+                piece, self._of_prompt = self._without_prompt(piece), ""
             return piece
         else:
             self._shorten(text)

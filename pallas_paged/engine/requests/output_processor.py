@@ -132,16 +132,17 @@ class OutputProcessor:
         """Give a sequence its next tokens, and log-probabilities to its prompt."""
         sequence, token_ids, logprobs = one.scheduled.sequence, one.token_ids, one.logprobs
         request = sequence.request
-        if isinstance(one.scheduled, Chunk) and one.prompt_logprobs is not None:
-            assert request.prompt_logprobs is not None
-            for index, entry in enumerate(one.prompt_logprobs, one.scheduled.start + 1):
-                request.prompt_logprobs[index] = entry
+        start = len(sequence.token_ids) - 1  # of what it has computed
+        if isinstance(one.scheduled, Chunk):
+            start = one.scheduled.start
+            if one.prompt_logprobs is not None:
+                assert request.prompt_logprobs is not None
+                for index, entry in enumerate(one.prompt_logprobs, start + 1):
+                    request.prompt_logprobs[index] = entry
+            if one.pooled is not None:
+                request.add_pooled(start, one.pooled)
         if one.routed_experts is not None:
-            chunk = one.scheduled if isinstance(one.scheduled, Chunk) else None
-            start = len(sequence.token_ids) - 1 if chunk is None else chunk.start
             sequence.add_routed_experts(start, one.routed_experts)
-        if isinstance(one.scheduled, Chunk) and one.pooled is not None:
-            request.add_pooled(one.scheduled.start, one.pooled)
         if not token_ids:
             return
         if request.first_token_time is None:

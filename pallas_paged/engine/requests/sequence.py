@@ -268,6 +268,9 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.max_len else None
 
 
+_MODES: dict[SamplingMode, SamplingMode] = {}  # equal ones are one object, as each step unites them
+
+
 class SequenceGroup:
     """The sequences of a request: how they begin and end, and which are returned.
 
@@ -287,9 +290,10 @@ class SequenceGroup:
         self._stop_token_ids = frozenset(
             (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
         )
-        self._mode = SamplingMode.of(params)
+        mode = SamplingMode.of(params)
         if request.pooling is not None:
-            self._mode |= SamplingMode.of(request.pooling)
+            mode |= SamplingMode.of(request.pooling)
+        self._mode = _MODES.setdefault(mode, mode)
 
     def start(self) -> list[list[Sequence]]:
         """Return sequences to schedule at the beginning; those of a list have the same tokens."""

@@ -50,7 +50,7 @@ class Chunk:
         return None if given is None else given[self.start : self.start + len(self.token_ids)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that takes longer to make for each row
 class Decode:
     """Tokens of a sequence that goes on from its last one."""
 
@@ -107,7 +107,7 @@ class DraftOutput(NamedTuple):
     num_accepted_per_pos: Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class SequenceOutput:
     """What a call has computed of one sequence, which has a slot.
 

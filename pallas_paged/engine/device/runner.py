@@ -154,7 +154,7 @@ class ModelRunner:
                 group = np.int32(one.request.number % INT32_MAX)
                 self.executor.set_history(np.int32(one.running_slot), tokens, group)
         sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
-        mode = reduce(or_, {one.mode for one in sequences})
+        mode = reduce(or_, {id(one.mode): one.mode for one in sequences}.values())
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
@@ -166,14 +166,24 @@ class ModelRunner:
             self.steps.compile((shape, mode), self._step_after(scheduled))
         return self._run(decodes, chunks, shape, mode, scheduled.num_verifications)
 
-    def draw(self, decodes: list[Decode], output: StepOutput) -> StepOutput:
+    def draw(
+        self, decodes: list[Decode], output: StepOutput, before: RunnerOutput | None = None
+    ) -> StepOutput:
         """Let the newest call draw its tokens, if it waits for that; all before must be read.
+
+        Args:
+            decodes, output: of that call.
+            before: what the call before has computed, if its tokens are not processed yet.
 
         Returns:
             What `read` waits for.
         """
         if self._undrawn is not None:
             batch, self._undrawn = self._undrawn, None
+            for one in before.sequences if before is not None else ():
+                if (grammar := one.scheduled.sequence.grammar) is not None:
+                    for token_id in one.token_ids:
+                        grammar.look_ahead(token_id)
             output = self.executor.draw(self._with_masks(batch, decodes, []), output)
             _copy_to_host(output)
         return output

@@ -241,17 +241,20 @@ class Replica:
         is_late = call.output.token_ids.is_ready()  # type: ignore[attr-defined]
         output = self.runner.read(call.scheduled, call.output)
         now = time.perf_counter()
+        self._draw(output)
         self.scheduler.update(output, call.page_balance)
         self._count(call, output, now, is_late)
         self.outputs.process(output, now)
-        self._draw()
         self._reschedule()
 
-    def _draw(self) -> None:
-        """Let the call draw that goes on from tokens which have just been read, if there is one."""
+    def _draw(self, before: RunnerOutput | None = None) -> None:
+        """Let the oldest call in flight draw, given what the call before it has computed, if any.
+
+        The device waits for this, so nothing else of that call is processed yet.
+        """
         if self._calls:
             call = self._calls[0]
-            output = self.runner.draw(call.scheduled.decodes, call.output)
+            output = self.runner.draw(call.scheduled.decodes, call.output, before)
             self._calls[0] = replace(call, output=output)
 
     def _reschedule(self) -> None:

@@ -180,7 +180,9 @@ class GrammarState:
 
     def __init__(self, matcher: Any, vocab_size: int, stop_token_ids: Collection[int]):
         self._matcher, self._vocab_size = matcher, vocab_size
+        self._stop_token_ids = stop_token_ids
         self._stops = np.array(sorted(stop_token_ids), np.int32)
+        self._num_ahead = 0  # tokens that the matcher has, and `accept` has not been given
 
     @property
     def is_complete(self) -> bool:
@@ -193,8 +195,17 @@ class GrammarState:
         Raises:
             GrammarError: the grammar does not allow it, or became too complex.
         """
-        self._matcher.consume_token(token_id)
+        if self._num_ahead:
+            self._num_ahead -= 1
+        else:
+            self._matcher.consume_token(token_id)
         self.check()
+
+    def look_ahead(self, token_id: int) -> None:
+        """Let `fill_masks` see the token that `accept` will be given next, which reports errors."""
+        if token_id >= 0 and token_id not in self._stop_token_ids:
+            self._matcher.consume_token(token_id)
+            self._num_ahead += 1
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens as far as `fill_masks` would allow one alone in each place."""

@@ -19,7 +19,7 @@ import numpy as np
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.compilation import progress_bar
-from pallas_paged.engine.device.executor import interrupts_held
+from pallas_paged.engine.device.processes import interrupts_held
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replica import stats_of

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from pallas_paged.engine import EngineDeadError
-from pallas_paged.engine.device.executor import interrupts_held
+from pallas_paged.engine.device.processes import interrupts_held
 from tests.support.engine_calls import (
     PROMPTS,
     assert_deltas_add_up,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial, wraps
-from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -23,7 +20,7 @@ from pallas_paged.engine.device.batch import Batch, StepOutput
 from pallas_paged.engine.device.compilation import Compilation, compile_all, progress_bar
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
-from pallas_paged.engine.device.processes import Followers
+from pallas_paged.engine.device.processes import Followers, interrupts_held
 from pallas_paged.engine.device.state import (
     CHANGES,
     EngineState,
@@ -51,32 +48,6 @@ class EngineDeadError(RuntimeError):
     def __init__(self, what: str, cause: BaseException):
         super().__init__(f"{what}: {str(cause) or type(cause).__name__}")
         self.__cause__ = cause
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a Ctrl-C in this block at its end; a second one at once.
-
-    Only Python's own handler of SIGINT is replaced, and only in the main thread, where it runs.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    pending: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if pending:
-            signal.default_int_handler(number, frame)
-        pending.append((number, frame))
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pending:
-        raise KeyboardInterrupt
 
 
 P = ParamSpec("P")
@@ -175,6 +146,7 @@ class Executor:
                 model, [*kernels], placement.devices[0], draft
             )
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
+        self._decoding: tuple[Any, Any] | None = None  # rows of the newest batch, and on the device
         self._changes: dict[Any, Callable[..., EngineState]] = {}  # jitted, from their first use on
         self._change_compilations: list[Compilation] = []
         self._is_collecting = False
@@ -227,7 +199,8 @@ class Executor:
 
     def draw(self, batch: Batch, output: StepOutput) -> StepOutput:
         """Dispatch the draw of a step's `Undrawn` output; the batch has masks."""
-        new, token_ids, logprobs = program.make_draw()(self._drawing(batch), batch, output.undrawn)
+        arguments = self._drawing(batch), self._placed(batch), output.undrawn
+        new, token_ids, logprobs = program.make_draw()(*arguments)
         changed = {"counts": new.counts} if batch.mode.penalties else {}
         self.state = replace(self.state, slots=new.slots, **changed)
         return replace(output, token_ids=token_ids, logprobs=logprobs, undrawn=None)
@@ -299,7 +272,8 @@ class Executor:
         """Return the compilation of a batch's step, which other threads may run."""
         arguments, programs, then = self._arguments(batch), self._programs, None
         if batch.mode.masks and batch.masks is None:
-            undrawn = program.draw_types(batch, self.model.vocab_size, self.state.valid.sharding)
+            sharding, placed = self.state.valid.sharding, self._placed(batch)
+            undrawn = program.draw_types(placed, self.model.vocab_size, sharding)
             then = Compilation(program.make_draw(), (self._drawing(batch), *undrawn))
         cache = self._program_cache
         return Compilation(self._step, arguments, program.kind_of(batch), programs, cache, then)
@@ -324,7 +298,20 @@ class Executor:
         counts = self._make_counts() if batch.mode.penalties else None
         state = replace(self.state, counts=counts)
         draft_leaves = () if self.draft_weights is None else self.draft_weights.leaves
-        return self.weights.leaves, state, batch, self._peers, draft_leaves
+        return self.weights.leaves, state, self._placed(batch), self._peers, draft_leaves
+
+    def _placed(self, batch: Batch) -> Batch:
+        """Return a batch that only decodes with its rows on the device, as they were if equal.
+
+        Each copy takes the host its time, and XLA updates a CUDA graph whose arguments have moved.
+        """
+        if batch.chunks is not None or self.placement.mesh is not None:
+            return batch
+        rows = batch.decode_slots, batch.num_steps
+        if self._decoding is None or not all(map(np.array_equal, self._decoding[0], rows)):
+            self._decoding = rows, self.placement.put(rows)
+        decode_slots, num_steps = self._decoding[1]
+        return replace(batch, decode_slots=decode_slots, num_steps=num_steps)
 
     def _drawing(self, batch: Batch) -> EngineState:
         """Return what of the state the draw of a batch takes."""

@@ -12,11 +12,14 @@ import hmac
 import pickle
 import secrets
 import select
+import signal
 import socket
 import struct
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import jax
@@ -223,3 +226,29 @@ def _broadcast(message: bytes) -> bytes:
     """Return the message of process 0, of a port and a key."""
     array = np.frombuffer(message.ljust(2 + _KEY_BYTES, b"\0"), np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(array), np.uint8))
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C in this block at its end; a second one at once.
+
+    Only Python's own handler of SIGINT is replaced, and only in the main thread, where it runs.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if pending:
+            signal.default_int_handler(number, frame)
+        pending.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt

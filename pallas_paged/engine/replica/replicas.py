@@ -14,9 +14,9 @@ import jax
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.compilation import BackgroundCompilation
-from pallas_paged.engine.device.executor import EngineDeadError, Executor, interrupts_held
+from pallas_paged.engine.device.executor import EngineDeadError, Executor
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
-from pallas_paged.engine.device.processes import Followers, Leader, connect
+from pallas_paged.engine.device.processes import Followers, Leader, connect, interrupts_held
 from pallas_paged.engine.device.program import modes_for
 from pallas_paged.engine.device.runner import WarmupStep
 from pallas_paged.engine.model import Model

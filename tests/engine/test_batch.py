@@ -22,9 +22,10 @@ def make_buckets(max_num_seqs, most):
     ("max_num_seqs", "max_num_batched_tokens", "decode_slots", "chunk_tokens"),
     [
         (4, 16, [4], [16]),
-        (8, 128, [8], [128]),
-        (9, 129, [8, 9], [128, 129]),
-        (100, 1000, [8, 16, 32, 64, 100], [128, 256, 512, 1000]),
+        (7, 128, [7], [128]),
+        (8, 128, [1, 8], [128]),
+        (9, 129, [1, 8, 9], [128, 129]),
+        (100, 1000, [1, 8, 16, 32, 64, 100], [128, 256, 512, 1000]),
     ],
 )
 def test_buckets_are_few(max_num_seqs, max_num_batched_tokens, decode_slots, chunk_tokens):

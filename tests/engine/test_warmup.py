@@ -22,7 +22,7 @@ from tests.support.engine_calls import MODEL, PROMPTS, greedy, make_engine, weig
 from tests.support.event_loops import SECONDS
 from tests.support.oracle import Oracle
 
-SIZES = dict(max_num_seqs=9)  # decoding slots 8 and 9, and one shape with chunks
+SIZES = dict(max_num_seqs=8)  # decoding slots 1 and 8, and one shape with chunks
 GREEDY, DRAWS = SamplingMode(), SamplingMode(draws=True)
 PENALTIES = SamplingMode(draws=True, penalties=True)
 
@@ -74,7 +74,7 @@ def test_a_step_that_fails_to_compile_is_reported_and_larger_ones_serve(
         gate.set()
         with pytest.raises(RuntimeError, match="no registers are left"):
             done.result(SECONDS)
-    assert "a step can't be compiled: (8," in caplog.text
+    assert "a step can't be compiled: (1," in caplog.text
     assert serve(engine) == greedy_tokens
     assert engine.stats().compilations == 2
     engine.warmup([greedy()])
@@ -177,7 +177,7 @@ def test_the_first_steps_are_the_largest_of_each_kind_in_the_mode_that_covers_al
     assert sorted([*first, *rest]) == sorted(
         steps(speculative_config=drafts).all([DRAWS, PENALTIES])
     )
-    assert rest[0] == ((8, 0), PENALTIES)  # the smallest before larger ones
+    assert rest[0] == ((1, 0), PENALTIES)  # the smallest before larger ones
     assert [mode for (_, num_tokens, *_), mode in rest if num_tokens] == [PENALTIES] * 2 + [
         DRAWS
     ] * 3

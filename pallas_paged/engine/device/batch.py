@@ -95,9 +95,9 @@ class Batch:
 class BatchBuckets:
     """The shapes that batches have, so that all of them can be compiled before they are needed.
 
-    A batch that only decodes has a power of two of slots. One with chunks has all slots and room
-    for a power of two of tokens in chunks; the number of chunks does not matter. One that verifies
-    drafts has their number behind these two.
+    A batch that only decodes has a power of two of slots, or one, for which kernels are fastest.
+    One with chunks has all slots and room for a power of two of tokens in chunks; the number of
+    chunks does not matter. One that verifies drafts has their number behind these two.
 
     Attributes:
         config: sizes of the engine.
@@ -107,7 +107,8 @@ class BatchBuckets:
 
     @property
     def decode_slots(self) -> list[int]:
-        return _powers(_MIN_SLOTS, self.config.max_num_seqs)
+        most = self.config.max_num_seqs
+        return [*([1] if most >= _MIN_SLOTS else []), *_powers(_MIN_SLOTS, most)]
 
     @property
     def chunk_tokens(self) -> list[int]:
@@ -241,10 +242,12 @@ class StepOutput:
     Attributes:
         token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
             where the row did not take part in the step.
-        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T]` with chunks.
-        valid: `bool[]`, of the state.
-        num_free: `i32[]`, free pages after the call.
-        num_free_window_pages, window_slot_mapping: the same of the window table, or None.
+        packed: `i32[tables * (N + 1) + 1]`, for each of `EngineState.tables` the pool slots of the
+            new K/V, N = K x R in the order of `token_ids`, or T with chunks, and its free pages
+            after the call; at the end whether the state is valid. In one array, as copies to the
+            host take time; and what many kernels read is no output itself, because XLA updates each
+            kernel of a CUDA graph that touches one.
+        num_tables: static.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
         prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
         drafts: of a call that verifies drafts, in arrays, or None.
@@ -255,13 +258,10 @@ class StepOutput:
     """
 
     token_ids: jax.Array
-    slot_mapping: jax.Array
-    valid: jax.Array
-    num_free: jax.Array
+    packed: jax.Array
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
-    num_free_window_pages: jax.Array | None = None
-    window_slot_mapping: jax.Array | None = None
+    num_tables: int = field(default=1, metadata=dict(static=True))
     drafts: DraftOutput | None = None
     routed_experts: jax.Array | None = None
     pooled: jax.Array | None = None
@@ -274,13 +274,11 @@ class Undrawn:
 
     Attributes:
         logits: `f32[D, V]`.
-        rows: `i32[D]`, slots that draw, out of range for the others.
-        lens: `i32[D]`, tokens of the rows.
+        rows_and_lens: `i32[2, D]`, slots that draw, out of range for the others, and their tokens.
     """
 
     logits: jax.Array
-    rows: jax.Array
-    lens: jax.Array
+    rows_and_lens: jax.Array
 
 
 def output_of(
@@ -293,15 +291,12 @@ def output_of(
     drafts: DraftOutput | None = None,
 ) -> StepOutput:
     """Return the output of a call, given the state after it."""
-    # Buffers of their own: the state's are donated on.
-    num_free = [jnp.copy(table.num_free) for table in state.tables]
+    pairs = zip(mappings, (table.num_free for table in state.tables), strict=True)
+    packed = [jnp.ravel(x) for pair in pairs for x in pair]
     return StepOutput(
         token_ids=token_ids,
-        slot_mapping=mappings[0],
-        window_slot_mapping=mappings[1] if len(mappings) > 1 else None,
-        valid=jnp.copy(state.valid),
-        num_free=num_free[0],
-        num_free_window_pages=num_free[1] if len(num_free) > 1 else None,
+        packed=jnp.concatenate([*packed, state.valid.astype(jnp.int32)[None]]),
+        num_tables=len(mappings),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         routed_experts=routed_experts,
@@ -311,22 +306,24 @@ def output_of(
 
 def read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) -> RunnerOutput:
     """Return what a call has computed, of its output as NumPy arrays; errors as of `read`."""
-    if not output.valid:
+    if not output.packed[-1]:
         raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
     decodes, chunks, num_steps = scheduled.decodes, scheduled.chunks, scheduled.num_steps
     tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
 
     def pages_of(mapping: Any) -> list[Any]:
         """Return the page of each new token: of each row, or with chunks of all in one list."""
-        if mapping is None:  # there is one table
-            return [] if chunks else [[]] * len(decodes)
-        return ((mapping if chunks else mapping[:num_steps]) // page_size).T.tolist()
+        if not chunks:
+            mapping = mapping.reshape(output.token_ids.shape)[:num_steps]
+        return (mapping // page_size).T.tolist()
 
-    pages, window_pages = pages_of(output.slot_mapping), pages_of(output.window_slot_mapping)
+    tables = np.reshape(output.packed[:-1], (output.num_tables, -1))
+    pages, *windows = [pages_of(one[:-1]) for one in tables]
+    window_pages = windows[0] if windows else [] if chunks else [[]] * len(decodes)
     # With chunks, the tokens of these come first, and those of decoding rows last.
     starts = [0] * len(decodes)
     if chunks:
-        starts = [*range(output.slot_mapping.size - len(decodes), output.slot_mapping.size)]
+        starts = [*range(len(pages) - len(decodes), len(pages))]
         starts += accumulate([len(chunk.token_ids) for chunk in chunks[:-1]], initial=0)
     sequences: list[SequenceOutput] = []
     computed: list[Decode | Chunk] = [*decodes, *chunks]
@@ -369,11 +366,11 @@ def read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) 
                 pooled=None if pooled is None else np.array(pooled),
             )
         )
-    drafts, windows = output.drafts, output.num_free_window_pages
+    drafts = output.drafts
     return RunnerOutput(
         drafts=None if drafts is None else DraftOutput(*(x.tolist() for x in drafts)),
-        num_free=int(output.num_free),
-        num_free_window_pages=0 if windows is None else int(windows),
+        num_free=int(tables[0, -1]),
+        num_free_window_pages=int(tables[1, -1]) if windows else 0,
         sequences=sequences,
     )
 

@@ -142,12 +142,12 @@ class Packed(NamedTuple):
         Args:
             slots, lens, q_lens: `i32[R]`: slots of the rows, their tokens before these, and the
                 number of these.
-            width: so that T = R * width.
+            width: so that T = R * width, and up to 7 more: a kernel of 8 rows would pad each layer.
             num_slots: out of range of the slots.
         """
         ends = jnp.cumsum(q_lens, dtype=jnp.int32)
         starts = ends - q_lens
-        place = jnp.arange(lens.size * width, dtype=jnp.int32)
+        place = jnp.arange(-(-lens.size * width // 8) * 8, dtype=jnp.int32)
         row = jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
         is_token, offset = row < lens.size, place - starts.at[row].get(mode="clip")
         return cls(

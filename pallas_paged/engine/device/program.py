@@ -138,9 +138,9 @@ def draw_types(batch: Batch, vocab_size: int, sharding: Any) -> tuple[Batch, Und
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     num_rows = batch.decode_slots.size
-    logits, rows = of(num_rows, vocab_size, dtype=np.float32), of(num_rows)
+    logits = of(num_rows, vocab_size, dtype=np.float32)
     masks = empty_masks(num_rows, vocab_size)
-    return replace(batch, masks=masks), Undrawn(logits=logits, rows=rows, lens=rows)
+    return replace(batch, masks=masks), Undrawn(logits=logits, rows_and_lens=of(2, num_rows))
 
 
 def modes_for(params: WarmupParams) -> list[SamplingMode]:

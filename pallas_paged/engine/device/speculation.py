@@ -198,7 +198,7 @@ class _Verification:
             before: `[R, W, D]`, for a head.
 
         Returns:
-            Where the R * W tokens are, their hidden states `[R * W, E]`, and the cache.
+            Where the tokens are, their hidden states `[T, E]`, and the cache.
         """
         packed = Packed.of(self.slots, lens, q_lens, tokens.shape[1], self.state.table.max_seqs)
         token_ids = jnp.where(packed.is_token, packed.take(tokens), 0)

@@ -97,7 +97,7 @@ def _leave_undrawn(call: Call, state: EngineState) -> Result:
     state, hidden, mappings, experts = call.hidden(
         state, tokens, rows, lens - 1, decode_rows=rows, chunks=None
     )
-    undrawn = Undrawn(logits=call.logits(hidden), rows=rows, lens=lens)
+    undrawn = Undrawn(logits=call.logits(hidden), rows_and_lens=jnp.stack([rows, lens]))
     mappings, experts = jax.tree.map(lambda x: x[None], (mappings, experts))
     token_ids = jnp.full((1, rows.size), NOT_SAMPLED)
     output = output_of(state, token_ids, mappings, None, experts)
@@ -117,7 +117,7 @@ def draw_later(
     Returns:
         The state, and of the output `token_ids` and `logprobs`.
     """
-    where = batch.decode_slots, undrawn.rows, undrawn.lens
+    where = batch.decode_slots, *undrawn.rows_and_lens
     state, *drawn = _sample(batch, state, undrawn.logits, *where)
     return state, *jax.tree.map(lambda x: x[None], drawn)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.typing import DTypeLike
 from models.decoder.attend import Attend, LayerCache, ParallelAttend, RoutedAttend
 from models.decoder.attention import Attention
 from models.decoder.config import ModelConfig, is_vocab_sharded
-from models.decoder.experts import SparseMLP
+from models.decoder.experts import Experts, SparseMLP
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.modules import (
     MLP,
@@ -33,7 +34,6 @@ from models.decoder.modules import (
 )
 from models.decoder.rotary import Rotation, rotation
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
-from pallas_paged.decoder.routed_between_attentions import routed_between_attentions
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 
 
@@ -83,67 +83,50 @@ class DecoderLayer(nnx.Module):
 
         `routed` are experts i32[..., k] to be used, as in `Router`; those used are returned.
         """
-        attn, mlp = self.self_attn, self.mlp
-        attended, cache = attn(qkv, rotation, attend, cache)
+        mlp = self.mlp
+        attended, cache = self.self_attn(qkv, rotation, attend, cache)
         is_scaled = self.has_post_norms or self.layer_scalar is not None
-        if isinstance(mlp, SparseMLP) or mlp.activation != "silu" or is_scaled:
+        if is_scaled or (isinstance(mlp, MLP) and mlp.activation != "silu"):
             if isinstance(attended, UnmergedAttention):
-                if not is_scaled and routed is None and isinstance(mlp, SparseMLP):
-                    found = self._routed(attended, residual, mlp, out_norm, qkv_proj)
-                    if found is not None:
-                        residual, out, routed = found
-                        return out, residual, cache, routed
                 attended = attended.merged()
             x, out, routed = self._separately(
                 attended, residual.x, attend, dropout, routed, out_norm
             )
             return _product(out, qkv_proj), replace(residual, x=x), cache, routed
         assert out_norm is not None
-        residual, out = between_attentions(
+        how: dict[str, Any] = {}
+        if isinstance(mlp, SparseMLP):
+            how["mlp"] = partial(mlp, is_token=getattr(attend, "is_token", None), given=routed)
+            how["routing"] = mlp.routing if routed is None else None
+        residual, out, routed = between_attentions(
             attended,
             residual,
-            self._weights(mlp.gate_up_proj.weight[...], mlp.down_proj.matrix, out_norm, qkv_proj),
+            self._weights(out_norm, qkv_proj),
             eps=out_norm.eps,
             dropout=None if dropout is identity else dropout,
             row_linear_norm=attend.row_linear_norm if isinstance(attend, ParallelAttend) else None,
+            **how,
         )
-        return out, residual, cache, None
+        return out, residual, cache, routed
 
-    def _weights(
-        self,
-        gate_up: jax.Array,
-        down: jax.Array,
-        out_norm: RMSNorm,
-        qkv_proj: Linear | None,
-        router: jax.Array | None = None,
-    ) -> BlockWeights:
-        o_proj = self.self_attn.o_proj
+    def _weights(self, out_norm: RMSNorm, qkv_proj: Linear | None) -> BlockWeights:
+        o_proj, mlp, router = self.self_attn.o_proj, self.mlp, None
+        products: MLP | Experts
+        if isinstance(mlp, SparseMLP):
+            products, router = mlp.experts, mlp.gate.weight[...]
+        else:
+            products = mlp
         return BlockWeights(
             o=o_proj.matrix,
             o_bias=o_proj.vector,
             mlp_norm=self.post_attention_layernorm.weight[...],
-            gate_up=gate_up,
-            down=down,
+            gate_up=products.gate_up_proj.weight[...],
+            down=products.down_proj.weight[...],
             out_norm=out_norm.weight[...],
             qkv=None if qkv_proj is None else qkv_proj.matrix,
             qkv_bias=None if qkv_proj is None else qkv_proj.vector,
             router=router,
         )
-
-    def _routed(
-        self,
-        attended: UnmergedAttention,
-        residual: Residual,
-        mlp: SparseMLP,
-        out_norm: RMSNorm | None,
-        qkv_proj: Linear | None,
-    ) -> tuple[Residual, jax.Array, jax.Array] | None:
-        """Do it in one kernel, where there is one."""
-        if out_norm is None or mlp.routing is None:
-            return None
-        gate_up, down = (x.weight[...] for x in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
-        weights = self._weights(gate_up, down, out_norm, qkv_proj, mlp.gate.weight[...])
-        return routed_between_attentions(attended, residual, weights, mlp.routing, eps=out_norm.eps)
 
     def _separately(
         self,

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from models.decoder.config import ModelConfig
 from models.decoder.experts_config import ExpertsConfig
 from models.decoder.modules import MLP, Linear, normal, residual_stddev
-from pallas_paged.decoder.routed_between_attentions import Routing
+from pallas_paged.decoder.between_attentions import Routing
 from pallas_paged.experts import fused_experts
 
 

@@ -22,7 +22,7 @@ from pallas_paged.decoder.kernels.batch_config import (
     clusters_at_once,
     decoder_batch_config,
 )
-from pallas_paged.decoder.kernels.operands import BlockWeights
+from pallas_paged.decoder.kernels.operands import BlockWeights, Routing
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.kernels.decode_states import DecodeStates
@@ -35,10 +35,11 @@ from pallas_paged.kernels.mosaic_sm90.config import (
     decoder_block_config,
 )
 
-__all__ = ["BlockWeights", "Residual", "between_attentions"]
+__all__ = ["BlockWeights", "Residual", "Routing", "between_attentions"]
 
 BlockImplementation = Literal["mosaic_sm90", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
+RoutedMLP = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderBatchConfig
 
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
@@ -58,14 +59,12 @@ class Residual:
     Attributes:
         x: floating `[..., E]`.
         mailboxes: memory for the partial results that the programs of the kernel exchange, for
-            this call and for the next; None before the first call. Calls with one row have other
-            mailboxes than calls with several.
-        routed_mailboxes: those of layers with experts, all of one size.
+            this call and for the next; None before the first call. A call with other sizes makes
+            new ones.
     """
 
     x: jax.Array
     mailboxes: tuple[jax.Array, jax.Array] | None = None
-    routed_mailboxes: tuple[jax.Array, jax.Array] | None = None
 
 
 @default_promotion()
@@ -77,9 +76,11 @@ def between_attentions(
     eps: float,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     row_linear_norm: RowLinearNorm | None = None,
+    mlp: RoutedMLP | None = None,
+    routing: Routing | None = None,
     implementation: BlockImplementation | None = None,
     interpret: bool = False,
-) -> tuple[Residual, jax.Array]:
+) -> tuple[Residual, jax.Array, jax.Array | None]:
     """Run the output projection, the MLP and the next layer's QKV projection.
 
         residual += attended @ o.T + o_bias
@@ -92,6 +93,9 @@ def between_attentions(
     gradients and under `vmap`, XLA runs the steps one after another. Results differ by rounding:
     sums are in f32, in another order. The bits of the kernels are the same each time.
 
+    A layer with experts has a router in its weights, and `mlp`. With `routing`, partial states of
+    one row go through one kernel as well, which chooses the experts itself.
+
     Args:
         attended: floating `[..., A]`, the output of attention; or its partial states, which the
             kernel merges itself, without gradients.
@@ -101,19 +105,28 @@ def between_attentions(
         dropout: applied to each branch before its sum, for training; None: nothing.
         row_linear_norm: function of `(x, weight, residual, norm, eps)` that returns
             `residual + x @ weight.T` and its norm where the columns of `o` and `down` are sharded,
-            as the engine's `Attend` does. Not used with dropout, nor with a bias.
+            as the engine's `Attend` does. Not used with dropout.
+        mlp: function of the norm `[..., E]`, in place of SwiGLU and `down`, that returns what its
+            experts add to the residual and their indices i32`[..., k]`.
+        routing: how `mlp` chooses experts, where it is
+            `fused_experts(normed, gate_up, down, *choice(softmax(normed @ router.T)))`, for a
+            kernel; None where there is more to it.
         implementation: `"mosaic_sm90"`, on a Hopper GPU; `"xla"`, separate steps; or None for the
             fastest of those measured.
         interpret: run the kernel of `"mosaic_sm90"` interpreted, on any device.
 
     Returns:
-        The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
+        The residual; out `[..., N]`, or without `qkv` the norm `[..., E]`; and the experts of
+        `mlp` or None.
 
     Raises:
         ValueError: shapes do not fit, or there is no such implementation.
         NotImplementedError: the implementation can't do this call; the message says why.
     """
     _check_shapes(attended, residual.x, weights)
+    has_experts = weights.router is not None
+    if has_experts != (mlp is not None) or (routing is not None and not has_experts):
+        raise ValueError("weights.router needs mlp, and each of mlp and routing weights.router")
     names = get_args(BlockImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
@@ -122,9 +135,10 @@ def between_attentions(
     if implementation not in (None, "xla") or (
         implementation is None and _is_faster(math.prod(rows), size)
     ):
-        config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
+        config, reason = _config(
+            attended, residual.x, weights, dropout, routing, interpret=interpret
+        )
         if config is not None:
-            mailboxes = residual.mailboxes or _new_mailboxes(config, weights)
             given: jax.Array | DecodeStates
             if not isinstance(attended, UnmergedAttention):
                 given = attended
@@ -134,38 +148,50 @@ def between_attentions(
                 given = attended.merged()
             else:
                 given = attended.states
-            x, out, mailboxes = _kernel(
-                config, eps, interpret, given, residual.x, weights, mailboxes
+            mailboxes = _mailboxes(residual, config, weights)
+            x, out, experts, mailboxes = _kernel(
+                config, eps, routing, interpret, given, residual.x, weights, mailboxes
             )
-            return dataclasses.replace(residual, x=x, mailboxes=mailboxes), out
+            return dataclasses.replace(residual, x=x, mailboxes=mailboxes), out, experts
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
     if isinstance(attended, UnmergedAttention):
         attended = attended.merged()
-    x, out = _steps(eps, dropout, row_linear_norm, attended, residual.x, weights)
-    return dataclasses.replace(residual, x=x), out
+    x, out, experts = _steps(eps, dropout, row_linear_norm, mlp, attended, residual.x, weights)
+    return dataclasses.replace(residual, x=x), out, experts
 
 
 def _steps(
     eps: float,
     dropout: Callable[[jax.Array], jax.Array] | None,
     row_linear_norm: RowLinearNorm | None,
+    mlp: RoutedMLP | None,
     attended: jax.Array,
     x: jax.Array,
     weights: BlockWeights,
-) -> tuple[jax.Array, jax.Array]:
-    def add(branch: jax.Array, weight: jax.Array, bias: Any, x: jax.Array, norm: jax.Array) -> Any:
-        if row_linear_norm is not None and dropout is None and bias is None:
-            return row_linear_norm(branch, weight, x, norm, eps)
-        branch = _add_bias(branch @ weight.T, bias)
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def add(branch: jax.Array, x: jax.Array, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = x + (branch if dropout is None else dropout(branch))
         return x, rms_norm(x, norm, eps)
 
-    x, normed = add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
-    x, out = add(_swiglu(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
+    def multiply_and_add(
+        x: jax.Array, weight: jax.Array, bias: Any, residual: jax.Array, norm: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        if row_linear_norm is not None and dropout is None:
+            return row_linear_norm(x, weight, _add_bias(residual, bias), norm, eps)
+        return add(_add_bias(x @ weight.T, bias), residual, norm)
+
+    x, normed = multiply_and_add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
+    experts = None
+    if mlp is None:
+        hidden = _swiglu(normed, weights.gate_up)
+        x, out = multiply_and_add(hidden, weights.down, None, x, weights.out_norm)
+    else:
+        branch, experts = mlp(normed)
+        x, out = add(branch, x, weights.out_norm)
     if weights.qkv is None:
-        return x, out
-    return x, _add_bias(out @ weights.qkv.T, weights.qkv_bias)
+        return x, out, experts
+    return x, _add_bias(out @ weights.qkv.T, weights.qkv_bias), experts
 
 
 def _swiglu(x: jax.Array, gate_up: jax.Array) -> jax.Array:
@@ -182,14 +208,16 @@ def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _check_shapes(
     attended: jax.Array | UnmergedAttention, x: jax.Array, weights: BlockWeights
 ) -> None:
-    size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
+    size, hidden_size = x.shape[-1], weights.gate_up.shape[-3]
     num_out = None if weights.qkv is None else weights.qkv.shape[0]
+    experts = () if weights.router is None else weights.router.shape[:1]
     want = {
         "o": (size, attended.shape[-1]),
         "o_bias": (size,),
         "mlp_norm": (size,),
-        "gate_up": (hidden_size, 2, size),
-        "down": (size, hidden_size),
+        "router": (*experts, size),
+        "gate_up": (*experts, hidden_size, 2, size),
+        "down": (*experts, size, hidden_size),
         "out_norm": (size,),
         "qkv": (num_out, size),
         "qkv_bias": (num_out,),
@@ -214,6 +242,7 @@ def _config(
     x: jax.Array,
     weights: BlockWeights,
     dropout: Any,
+    routing: Routing | None,
     *,
     interpret: bool,
 ) -> tuple[Config | None, str | None]:
@@ -229,6 +258,10 @@ def _config(
         return None, f"needs bfloat16 for {num_rows} rows, not float16"
     if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
         return None, "has no biases and no dropout"
+    if weights.router is not None and (
+        routing is None or num_rows > 1 or not isinstance(attended, UnmergedAttention)
+    ):
+        return None, "has experts for partial states of one row and with a routing only"
     if not isinstance(attended, UnmergedAttention):
         arrays += (attended,)
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
@@ -237,14 +270,17 @@ def _config(
     sizes: Any = dict(
         size=x.shape[-1],
         attended_size=attended.shape[-1],
-        hidden_size=weights.gate_up.shape[0],
+        hidden_size=weights.gate_up.shape[-3],
         out_size=0 if weights.qkv is None else weights.qkv.shape[0],
     )
     config: Config | None
     if num_rows == 1:
+        if weights.router is not None and routing is not None:
+            k = routing.num_experts_per_tok
+            sizes |= dict(num_experts=len(weights.router), experts_per_token=k)
         num_programs = 1 if interpret else device.num_sms
         config = decoder_block_config(**sizes, num_programs=num_programs)
-        multiples = "512 (E), 256 (A and F) and 64 (N)"
+        multiples = "512 (E), 256 (A and F), 64 (N) and 128 (experts)"
     else:
         clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
         sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
@@ -263,27 +299,32 @@ def _padded(num_rows: int) -> int:
     return -(-num_rows // multiple) * multiple
 
 
-def _new_mailboxes(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+def _mailboxes(
+    residual: Residual, config: Config, weights: BlockWeights
+) -> tuple[jax.Array, jax.Array]:
+    """Return those that the call before left, or new ones where it had other sizes."""
     from pallas_paged.decoder.kernels import batch_refs, one_row
 
-    if isinstance(config, DecoderBatchConfig):
-        return batch_refs.new_counters()
-    size, hidden_size = weights.down.shape
-    sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
-    return one_row.new_mailboxes(config, **sizes)
+    make: Callable[[], tuple[jax.Array, jax.Array]] = batch_refs.new_counters
+    if isinstance(config, DecoderBlockConfig):
+        make = functools.partial(one_row.new_mailboxes, config, weights)
+    given = residual.mailboxes
+    fit = given is not None and given[0].shape == jax.eval_shape(make)[0].shape
+    return given if given is not None and fit else make()
 
 
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _kernel(
     config: Config,
     eps: float,
+    routing: Routing | None,
     interpret: bool,
     attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
     mailboxes: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, jax.Array]]:
     from pallas_paged.decoder.kernels import batch, one_row
 
     run: Any = one_row.between_attentions
@@ -298,26 +339,29 @@ def _kernel(
     @custom_vmap
     def call(attended: Any, x: jax.Array, weights: BlockWeights, mailboxes: Any) -> Any:
         with jax.enable_x64(False):
-            new_x, out, mailboxes = run(
+            new_x, out, *experts, mailboxes = run(
                 attended if isinstance(attended, DecodeStates) else matrix(attended),
                 matrix(x),
                 mailboxes,
                 weights,
                 eps=eps,
                 config=config,
+                **({} if routing is None else {"routing": routing}),
                 interpret=interpret,
             )
-        new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
-        return new_x, out, mailboxes
+        new_x, out, *experts = (
+            rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out, *experts)
+        )
+        return new_x, out, *(experts or [None]), mailboxes
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
         # The kernel would run once for each, one after another.
-        if isinstance(args[0], DecodeStates):
+        if isinstance(args[0], DecodeStates) or routing is not None:
             raise NotImplementedError("partial states of attention can't be under vmap")
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[:3])
-        steps = jax.vmap(functools.partial(_steps, eps, None, None), axes, axis_size=size)
-        return (*steps(*args[:3]), args[3]), (True, True, batched[3])
+        steps = jax.vmap(functools.partial(_steps, eps, None, None, None), axes, axis_size=size)
+        return (*steps(*args[:3]), args[3]), (True, True, None, batched[3])
 
     return call(attended, x, weights, mailboxes)
 
@@ -325,6 +369,7 @@ def _kernel(
 def _kernel_fwd(
     config: Config,
     eps: float,
+    routing: Routing | None,
     interpret: bool,
     attended: jax.Array | DecodeStates,
     x: jax.Array,
@@ -332,15 +377,18 @@ def _kernel_fwd(
     mailboxes: tuple[jax.Array, jax.Array],
 ) -> Any:
     del config, interpret
-    if isinstance(attended, DecodeStates):
+    if isinstance(attended, DecodeStates) or routing is not None:
         raise NotImplementedError("partial states of attention have no gradient")
-    (x, out), vjp = jax.vjp(functools.partial(_steps, eps, None, None), attended, x, weights)
-    return (x, out, mailboxes), vjp
+    steps = functools.partial(_steps, eps, None, None, None)
+    (x, out, _), vjp = jax.vjp(steps, attended, x, weights)
+    return (x, out, None, mailboxes), vjp
 
 
-def _kernel_bwd(config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any) -> Any:
-    del config, eps, interpret
-    return *vjp(cotangents[:2]), (None, None)
+def _kernel_bwd(
+    config: Config, eps: float, routing: Any, interpret: bool, vjp: Any, cotangents: Any
+) -> Any:
+    del config, eps, routing, interpret
+    return *vjp(cotangents[:3]), (None, None)
 
 
 _kernel.defvjp(_kernel_fwd, _kernel_bwd)

@@ -42,7 +42,7 @@ def largest_difference(a, b, of=np.std):
 def twice(attended, residual, w, implementation):
     """Two calls in a row: the second has the mailboxes of the first one, swapped."""
     for _ in range(2):
-        residual, out = between_attentions(
+        residual, out, _ = between_attentions(
             attended, residual, w, eps=1e-5, **raw.by(implementation)
         )
     return residual.x, out
@@ -64,14 +64,14 @@ def test_without_a_gpu_it_is_the_separate_steps_bit_for_bit():
         return x, normed if w.qkv is None else normed @ w.qkv.T + w.qkv_bias
 
     for weights in (w, dataclasses.replace(w, qkv=None, qkv_bias=None)):
-        got, out = jitted_block(attended, residual, weights, eps=1e-5)
+        got, out, _ = jitted_block(attended, residual, weights, eps=1e-5)
         for a, b in zip((got.x, out), jax.jit(steps)(attended, residual, weights), strict=True):
             np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
 def test_dropout_is_of_both_branches():
     (attended, residual), w = inputs(3, dtype=jnp.float32), block_weights(jnp.float32)
-    got, _ = jitted_block(attended, residual, w, eps=1e-5, dropout=jnp.zeros_like)
+    got, *_ = jitted_block(attended, residual, w, eps=1e-5, dropout=jnp.zeros_like)
     np.testing.assert_array_equal(got.x, residual.x)
 
 
@@ -144,7 +144,7 @@ def test_partial_states_are_as_good_as_their_merge(kernel, attention, seq_len, w
 
     def run(x, attended):
         how = dict(eps=1e-5, **raw.by(kernel))
-        stream, out = between_attentions(attended, Residual(x=x), w, **how)
+        stream, out, _ = between_attentions(attended, Residual(x=x), w, **how)
         return stream.x, out
 
     @jax.jit

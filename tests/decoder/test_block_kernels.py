@@ -46,7 +46,7 @@ def operands(rows, sizes, dtype=jnp.bfloat16):
 def separate_steps(attended, x, w):
     """The results of XLA."""
     how = dict(eps=1e-5, implementation="xla")
-    stream, out = entry.between_attentions(attended, Residual(x=x), BlockWeights(**w), **how)
+    stream, out, _ = entry.between_attentions(attended, Residual(x=x), BlockWeights(**w), **how)
     return stream.x, out
 
 
@@ -78,10 +78,11 @@ def test_one_row_equals_the_separate_steps(splits, stages, dtype):
         num_stages=stages[0],
         num_in_flight=stages[1],
     )
-    mailboxes = new_mailboxes(config, size=512, attended_size=1024, hidden_size=1024)
+    weights = BlockWeights(**w)
+    mailboxes = new_mailboxes(config, weights)
     assert all((mailbox == EMPTY).all() for mailbox in mailboxes)
     run = partial(one_row.between_attentions, config=config, **INTERPRETED)
-    *results, mailboxes = run(attended, x, mailboxes, BlockWeights(**w))
+    *results, mailboxes = run(attended, x, mailboxes, weights)
     assert_near(results, separate_steps(attended, x, w), rtol=0, stds=0.03)
     # The next call has a clear mailbox, and clears that of this one.
     published = np.asarray(mailboxes[1] != EMPTY)

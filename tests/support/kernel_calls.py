@@ -269,7 +269,7 @@ def _sampling_arrays() -> tuple[Any, ...]:
 def _between_attentions(
     attended: Any, x: Any, weights: BlockWeights, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
-    residual, out = between_attentions(attended, Residual(x=x), weights, eps=1e-5, **how)
+    residual, out, _ = between_attentions(attended, Residual(x=x), weights, eps=1e-5, **how)
     return residual.x, out
 
 

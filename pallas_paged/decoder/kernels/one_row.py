@@ -318,8 +318,7 @@ def between_attentions(
 ) -> tuple[Any, ...]:
     """Return the residual, the next `qkv` or the norm, and the mailboxes of the next call.
 
-    With `routing`, the chosen experts i32[SLOTS] are before the mailboxes; those behind the first
-    `num_experts_per_tok` were not used.
+    With `routing`, the chosen experts i32`[1, k]` are before the mailboxes.
 
     Args:
         attended: `[1, A]` of 16-bit elements, or the states of one row, which are merged here.
@@ -372,23 +371,23 @@ def between_attentions(
         num_threads=2,
         thread_name="wg",
     )
-    return *jax.tree.leaves(outputs), (jax.freeze(next_mailbox), jax.freeze(mailbox))
+    mailboxes = jax.freeze(next_mailbox), jax.freeze(mailbox)
+    if routing is None:
+        return outputs.residual, outputs.out, mailboxes
+    experts = outputs.experts[None, : routing.num_experts_per_tok]
+    return outputs.residual, outputs.out, experts, mailboxes
 
 
-def new_mailboxes(
-    config: DecoderBlockConfig,
-    *,
-    size: int,
-    attended_size: int,
-    hidden_size: int,
-    num_experts: int = 0,
-) -> tuple[jax.Array, jax.Array]:
-    """Return two cleared mailboxes, for the first of several calls with weights of these sizes.
-
-    Of experts, `hidden_size` is that of all that a row has.
-    """
-    num_elements = hidden_size + (config.o_splits + config.down_splits) * size + attended_size
-    num_elements += -(-config.router_splits * num_experts // _CLEARED) * _CLEARED
+def new_mailboxes(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    """Return two cleared mailboxes, for the first of several calls with weights of these sizes."""
+    (size, attended_size), hidden_size = weights.o.shape, weights.gate_up.shape[-3]
+    num_elements = (config.o_splits + config.down_splits) * size + attended_size
+    if weights.router is None:
+        num_elements += hidden_size
+    else:
+        num_elements += config.down_splits * hidden_size
+        num_logits = config.router_splits * len(weights.router)
+        num_elements += -(-num_logits // _CLEARED) * _CLEARED
     empty = jnp.full(num_elements, EMPTY, jnp.int32)
     return empty, empty
 

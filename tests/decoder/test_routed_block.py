@@ -4,44 +4,24 @@ import dataclasses
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged.decoder.between_attentions import Residual, between_attentions
+from pallas_paged.decoder.between_attentions import Residual, Routing, between_attentions
 from pallas_paged.decoder.kernels import one_row
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY
-from pallas_paged.decoder.kernels.operands import BlockWeights, Routing
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
-from pallas_paged.experts import fused_experts
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, decoder_block_config
 from pallas_paged.pages.layer import LayerKV
 from tests.support import raw
-from tests.support.block_weights import draw, weights_of
+from tests.support.block_weights import draw, routed_mlp, routed_weights
 from tests.support.marks import needs_triton
 
-A, E, F, N, X = 512, 512, 256, 128, 128
-
-
-def routed_weights(size=E, hidden=F, attended=A, out=N, experts=X) -> BlockWeights:
-    w = weights_of(attended, size, hidden, out)
-    w["gate_up"] = draw(50, experts, hidden, 2, size, scale=size**-0.5)
-    w["down"] = draw(51, experts, size, hidden, scale=hidden**-0.5)
-    return BlockWeights(**w, router=draw(52, experts, size, scale=1.0))
-
-
-def routed_mlp(normed, w, routing):
-    logits = normed.astype(jnp.float32) @ w.router.astype(jnp.float32).T
-    scores, experts = jax.lax.top_k(jax.nn.softmax(logits), routing.num_experts_per_tok)
-    if routing.norm_topk_prob:
-        scores /= scores.sum(axis=-1, keepdims=True)
-    scores *= routing.scaling
-    xla = dict(implementation="xla")
-    return fused_experts(normed, w.gate_up, w.down, experts, scores, **xla), experts
+A, E, F, N, X = SIZES = 512, 512, 256, 128, 128
 
 
 @partial(jax.jit, static_argnums=3)
@@ -63,7 +43,8 @@ def assert_same(found, wanted):
 
 def test_the_row_goes_through_the_experts_with_the_largest_logits():
     """The second call has the mailbox that the first one cleared."""
-    routing, w = Routing(num_experts_per_tok=3, norm_topk_prob=True, scaling=2.0), routed_weights()
+    routing = Routing(num_experts_per_tok=3, norm_topk_prob=True, scaling=2.0)
+    w = routed_weights(*SIZES)
     config = DecoderBlockConfig(
         num_programs=1, o_splits=2, down_splits=3, router_splits=2, num_stages=3
     )
@@ -79,7 +60,8 @@ def test_the_row_goes_through_the_experts_with_the_largest_logits():
 @needs_triton
 def test_partial_states_and_mailboxes_go_from_layer_to_layer():
     """Weights that do not add up to 1; of equal logits the first ones are chosen."""
-    routing, w = Routing(num_experts_per_tok=2, norm_topk_prob=False, scaling=9.0), routed_weights()
+    routing = Routing(num_experts_per_tok=2, norm_topk_prob=False, scaling=9.0)
+    w = routed_weights(*SIZES)
     w = dataclasses.replace(w, router=np.concatenate([w.router[:64]] * 2))
     pages = draw(40, 2, 32, 16, 64, scale=1.0), draw(41, 2, 32, 16, 64, scale=1.0)
 

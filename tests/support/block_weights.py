@@ -1,7 +1,11 @@
-"""Random weights of what a decoder does between two attentions."""
+"""Random weights of what a decoder does between two attentions, and plain experts."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_paged.decoder.between_attentions import BlockWeights, Routing
+from pallas_paged.experts import fused_experts
 
 
 def shapes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, tuple[int, ...]]:
@@ -30,3 +34,22 @@ def draw(seed: int, *shape: int, scale: float | None = None, dtype=jnp.bfloat16)
         scale = shape[-1] ** -0.5 if len(shape) > 1 and shape[0] > 1 else 1.0
     x = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return (x * np.float32(scale)).astype(jnp.dtype(dtype))
+
+
+def routed_weights(attended: int, size: int, hidden: int, out: int, experts: int) -> BlockWeights:
+    """The weights of a block with experts."""
+    w = weights_of(attended, size, hidden, out)
+    w["gate_up"] = draw(50, experts, hidden, 2, size, scale=size**-0.5)
+    w["down"] = draw(51, experts, size, hidden, scale=hidden**-0.5)
+    return BlockWeights(**w, router=draw(52, experts, size, scale=1.0))
+
+
+def routed_mlp(normed: jax.Array, w: BlockWeights, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """What experts add to the residual, and the chosen ones, by XLA."""
+    logits = normed.astype(jnp.float32) @ w.router.astype(jnp.float32).T
+    scores, experts = jax.lax.top_k(jax.nn.softmax(logits), routing.num_experts_per_tok)
+    if routing.norm_topk_prob:
+        scores /= scores.sum(axis=-1, keepdims=True)
+    scores *= routing.scaling
+    how = dict(implementation="xla")
+    return fused_experts(normed, w.gate_up, w.down, experts, scores, **how), experts

@@ -21,6 +21,7 @@ from pallas_paged.decoder.between_attentions import (
     BlockImplementation,
     BlockWeights,
     Residual,
+    Routing,
     between_attentions,
 )
 from pallas_paged.decoder.latent_write import rotate_and_write_latents
@@ -35,7 +36,7 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from tests.support import experts_oracle, raw
 from tests.support.attention_cases import Case, SharedPrefixes
-from tests.support.block_weights import draw, weights_of
+from tests.support.block_weights import draw, routed_mlp, routed_weights, weights_of
 from tests.support.placement import named
 from tests.support.quantized_cases import Quantized
 from tests.support.sampling_rows import metadata
@@ -141,7 +142,9 @@ def kernel_calls() -> list[KernelCall]:
     for rows, name in {1: "between attentions", 12: "between attentions, 12 rows"}.items():
         make = partial(_block_arrays, rows)
         add(BlockImplementation, name, _between_attentions, make)
-    add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
+    for name in ("between", "experts"):
+        make = partial(_states_arrays, has_experts=name == "experts")
+        add(BlockImplementation, f"attention and {name}", _attention_and_between, make)
     add(ExpertsImplementation, "grouped matmul", grouped_matmul, _grouped_arrays)
     add(ExpertsImplementation, "gradient of grouped", _grouped_gradient, _grouped_arrays)
     for tokens in (12, 200):  # all through each expert, or sorted
@@ -269,6 +272,9 @@ def _sampling_arrays() -> tuple[Any, ...]:
 def _between_attentions(
     attended: Any, x: Any, weights: BlockWeights, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
+    if weights.router is not None:
+        routing = Routing(num_experts_per_tok=3, norm_topk_prob=True, scaling=1.0)
+        how |= dict(mlp=lambda normed: routed_mlp(normed, weights, routing), routing=routing)
     residual, out, _ = between_attentions(attended, Residual(x=x), weights, eps=1e-5, **how)
     return residual.x, out
 
@@ -317,9 +323,11 @@ def _attention_and_between(
     return _between_attentions(attended, x, weights, implementation=implementation)
 
 
-def _states_arrays() -> tuple[Any, ...]:
+def _states_arrays(*, has_experts: bool) -> tuple[Any, ...]:
     case = dataclasses.replace(DECODE, num_q_heads=2, num_kv_heads=1, seq_lens=(150,))
-    _, x, weights = _block_arrays(1)
+    attended, x, weights = _block_arrays(1)
+    if has_experts:
+        weights = routed_weights(attended.shape[1], x.shape[1], 256, 256, 128)
     return named(raw.paged_attention, case.make()), x, weights
 
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from models.decoder.attend import Attend, LayerCache, ParallelAttend, RoutedAttend
 from models.decoder.attention import Attention
 from models.decoder.config import ModelConfig, is_vocab_sharded
-from models.decoder.experts import Experts, SparseMLP
+from models.decoder.experts import SparseMLP
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.modules import (
     MLP,
@@ -110,22 +110,20 @@ class DecoderLayer(nnx.Module):
         return out, residual, cache, routed
 
     def _weights(self, out_norm: RMSNorm, qkv_proj: Linear | None) -> BlockWeights:
-        o_proj, mlp, router = self.self_attn.o_proj, self.mlp, None
-        products: MLP | Experts
+        o_proj, mlp = self.self_attn.o_proj, self.mlp
+        of_mlp: dict[str, Any]
         if isinstance(mlp, SparseMLP):
-            products, router = mlp.experts, mlp.gate.weight[...]
+            of_mlp = mlp.block_weights
         else:
-            products = mlp
+            of_mlp = dict(gate_up=mlp.gate_up_proj.weight[...], down=mlp.down_proj.weight[...])
         return BlockWeights(
             o=o_proj.matrix,
             o_bias=o_proj.vector,
             mlp_norm=self.post_attention_layernorm.weight[...],
-            gate_up=products.gate_up_proj.weight[...],
-            down=products.down_proj.weight[...],
             out_norm=out_norm.weight[...],
             qkv=None if qkv_proj is None else qkv_proj.matrix,
             qkv_bias=None if qkv_proj is None else qkv_proj.vector,
-            router=router,
+            **of_mlp,
         )
 
     def _separately(

@@ -30,18 +30,6 @@ class Router(nnx.Module):
         bias = jnp.zeros(num_experts, jnp.float32)
         self.e_score_correction_bias = nnx.Param(bias) if self.config.is_sigmoid else None
 
-    @property
-    def routing(self) -> Routing | None:
-        """How a kernel may choose experts; None where there is more to the choice."""
-        config = self.config
-        if self.bias is not None or config.is_sigmoid or config.n_group > 1:
-            return None
-        return Routing(
-            num_experts_per_tok=config.num_experts_per_tok,
-            norm_topk_prob=config.norm_topk_prob,
-            scaling=config.routed_scaling_factor,
-        )
-
     def __call__(self, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Tokens [T, E] to the experts that are chosen, i32[T, k], and their weights f32[T, k].
 
@@ -118,10 +106,24 @@ class SparseMLP(nnx.Module):
 
     @property
     def routing(self) -> Routing | None:
-        """That of the router, where a kernel may compute all of this; otherwise None."""
-        experts = self.experts
-        is_plain = experts.limit is None and experts.gate_up_proj.bias is None
-        return self.gate.routing if is_plain and self.shared_experts is None else None
+        """How a kernel may choose experts; None where there is more to this module."""
+        config = self.gate.config
+        if config.is_sigmoid or config.n_group > 1 or self.shared_experts is not None:
+            return None
+        return Routing(
+            num_experts_per_tok=config.num_experts_per_tok,
+            norm_topk_prob=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+            swiglu_limit=config.swiglu_limit,
+        )
+
+    @property
+    def block_weights(self) -> dict[str, jax.Array | None]:
+        """The weights of `BlockWeights` that are of the MLP."""
+        router, gate_up, down = self.gate, self.experts.gate_up_proj, self.experts.down_proj
+        biases = dict(router_bias=router.bias, gate_up_bias=gate_up.bias, down_bias=down.bias)
+        params = dict(router=router.weight, gate_up=gate_up.weight, down=down.weight, **biases)
+        return {name: None if param is None else param[...] for name, param in params.items()}
 
     def __call__(
         self,

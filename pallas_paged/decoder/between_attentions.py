@@ -30,7 +30,10 @@ from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import (
+    EXPERTS_UNIT,
+    HIDDEN_UNIT,
     LINEAR_TILE,
+    ROW_UNIT,
     DecoderBlockConfig,
     decoder_block_config,
 )
@@ -50,6 +53,9 @@ _FASTER = (
     (range(1024, 4097), range(2, 129)),
     (range(1024, 1025), range(129, 257)),
 )
+# Whether the kernel of one row is chosen with biases or padded sizes, as gpt-oss has. With these
+# it has not run on a GPU.
+_CHOOSE_UNTRIED = False
 
 
 @pytree
@@ -131,10 +137,8 @@ def between_attentions(
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
     check_interpret(interpret, implementation)
-    *rows, size = residual.x.shape
-    if implementation not in (None, "xla") or (
-        implementation is None and _is_faster(math.prod(rows), size)
-    ):
+    num_rows = math.prod(residual.x.shape[:-1])
+    if _is_faster(num_rows, weights) if implementation is None else implementation != "xla":
         config, reason = _config(
             attended, residual.x, weights, dropout, routing, interpret=interpret
         )
@@ -216,6 +220,9 @@ def _check_shapes(
         "o_bias": (size,),
         "mlp_norm": (size,),
         "router": (*experts, size),
+        "router_bias": experts,
+        "gate_up_bias": (*experts, hidden_size, 2),
+        "down_bias": (*experts, size),
         "gate_up": (*experts, hidden_size, 2, size),
         "down": (*experts, size, hidden_size),
         "out_norm": (size,),
@@ -233,7 +240,12 @@ def _check_shapes(
         raise ValueError(f"{attended.shape=} must have the rows of the residual {x.shape}")
 
 
-def _is_faster(num_rows: int, size: int) -> bool:
+def _is_faster(num_rows: int, weights: BlockWeights) -> bool:
+    size, hidden_size = weights.down.shape[-2:]
+    num_experts = 0 if weights.router is None else len(weights.router)
+    is_padded = size % ROW_UNIT or hidden_size % HIDDEN_UNIT or num_experts % EXPERTS_UNIT
+    if num_rows == 1 and (is_padded or weights.has_bias) and not _CHOOSE_UNTRIED:
+        return False
     return any(size in sizes and num_rows in rows for sizes, rows in _FASTER)
 
 
@@ -256,8 +268,8 @@ def _config(
     if num_rows > 1 and dtypes != ["bfloat16"]:
         # The norm divides the row after its product, which could overflow in f16.
         return None, f"needs bfloat16 for {num_rows} rows, not float16"
-    if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
-        return None, "has no biases and no dropout"
+    if dropout is not None or (num_rows > 1 and weights.has_bias):
+        return None, "has no dropout, and biases for one row only"
     if weights.router is not None and (
         routing is None or num_rows > 1 or not isinstance(attended, UnmergedAttention)
     ):
@@ -267,12 +279,7 @@ def _config(
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
-    sizes: Any = dict(
-        size=x.shape[-1],
-        attended_size=attended.shape[-1],
-        hidden_size=weights.gate_up.shape[-3],
-        out_size=0 if weights.qkv is None else weights.qkv.shape[0],
-    )
+    sizes: Any = weights.sizes
     config: Config | None
     if num_rows == 1:
         if weights.router is not None and routing is not None:
@@ -280,7 +287,7 @@ def _config(
             sizes |= dict(num_experts=len(weights.router), experts_per_token=k)
         num_programs = 1 if interpret else device.num_sms
         config = decoder_block_config(**sizes, num_programs=num_programs)
-        multiples = "512 (E), 256 (A and F), 64 (N) and 128 (experts)"
+        multiples = "64 (E, F and N), 256 (A) and 8 (experts)"
     else:
         clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
         sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
@@ -303,11 +310,11 @@ def _mailboxes(
     residual: Residual, config: Config, weights: BlockWeights
 ) -> tuple[jax.Array, jax.Array]:
     """Return those that the call before left, or new ones where it had other sizes."""
-    from pallas_paged.decoder.kernels import batch_refs, one_row
+    from pallas_paged.decoder.kernels import batch_refs, one_row_refs
 
     make: Callable[[], tuple[jax.Array, jax.Array]] = batch_refs.new_counters
     if isinstance(config, DecoderBlockConfig):
-        make = functools.partial(one_row.new_mailboxes, config, weights)
+        make = functools.partial(one_row_refs.new_mailboxes, config, weights)
     given = residual.mailboxes
     fit = given is not None and given[0].shape == jax.eval_shape(make)[0].shape
     return given if given is not None and fit else make()
@@ -327,7 +334,7 @@ def _kernel(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, jax.Array]]:
     from pallas_paged.decoder.kernels import batch, one_row
 
-    run: Any = one_row.between_attentions
+    run: Any = functools.partial(one_row.between_attentions, routing=routing)
     num_rows = padded = math.prod(x.shape[:-1])
     if isinstance(config, DecoderBatchConfig):
         run, padded = batch.between_attentions, _padded(num_rows)
@@ -346,7 +353,6 @@ def _kernel(
                 weights,
                 eps=eps,
                 config=config,
-                **({} if routing is None else {"routing": routing}),
                 interpret=interpret,
             )
         new_x, out, *experts = (

@@ -172,7 +172,7 @@ def test_weights_on_several_devices_are_refused():
     [
         (dict(down=np.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 513\) must be"),
         (dict(qkv_bias=np.ones(N)), NotImplementedError, "one dtype for all arrays"),
-        (dict(o_bias=draw(0, E)), NotImplementedError, "has no biases"),
+        (dict(rows=2, o_bias=draw(0, E)), NotImplementedError, "biases for one row only"),
         (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),
         (dict(rows=257), NotImplementedError, "needs 1 to 256 rows, not 257"),
         (dict(rows=2, dtype=jnp.float16), NotImplementedError, "needs bfloat16 for 2 rows"),

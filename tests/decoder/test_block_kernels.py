@@ -16,8 +16,8 @@ from pallas_paged.decoder.kernels import batch, one_row
 from pallas_paged.decoder.kernels.batch_config import clusters_at_once, decoder_batch_config
 from pallas_paged.decoder.kernels.batch_refs import new_counters
 from pallas_paged.decoder.kernels.batch_tiles import Product
-from pallas_paged.decoder.kernels.one_row import new_mailboxes
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY
+from pallas_paged.decoder.kernels.one_row_refs import new_mailboxes
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, decoder_block_config
 from tests.support.block_weights import draw, shapes_of, weights_of
 from tests.support.devices import lower_for_cuda
@@ -157,7 +157,7 @@ BOTH = dict(hidden_size=8200), dict(out_size=100)
 @pytest.mark.parametrize(
     ("rows", "change"),
     [
-        *((1, x) for x in (*BOTH, dict(size=768), dict(attended_size=65536))),
+        *((1, x) for x in (*BOTH, dict(size=776), dict(attended_size=65536))),
         *((64, x) for x in (*BOTH, dict(size=320), dict(attended_size=2000))),
     ],
     ids=str,

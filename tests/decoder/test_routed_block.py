@@ -13,9 +13,16 @@ if jax.__version_info__ < (0, 11):
 from pallas_paged.decoder.between_attentions import Residual, Routing, between_attentions
 from pallas_paged.decoder.kernels import one_row
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY
-from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.decoder.kernels.one_row_product import Product
+from pallas_paged.decoder.kernels.one_row_refs import new_mailboxes
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
-from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.kernels.mosaic_sm90.config import (
+    EXPERTS_UNIT,
+    HIDDEN_UNIT,
+    ROW_UNIT,
+    DecoderBlockConfig,
+    decoder_block_config,
+)
 from pallas_paged.pages.layer import LayerKV
 from tests.support import raw
 from tests.support.block_weights import draw, routed_mlp, routed_weights
@@ -26,10 +33,9 @@ A, E, F, N, X = SIZES = 512, 512, 256, 128, 128
 
 @partial(jax.jit, static_argnums=3)
 def separate_steps(attended, x, w, routing):
-    x = x + attended @ w.o.T
-    branch, experts = routed_mlp(rms_norm(x, w.mlp_norm, 1e-5), w, routing)
-    x = x + branch
-    return x, rms_norm(x, w.out_norm, 1e-5) @ w.qkv.T, experts[0]
+    how = dict(eps=1e-5, mlp=partial(routed_mlp, w=w, routing=routing), implementation="xla")
+    residual, out, experts = between_attentions(attended, Residual(x=x), w, **how)
+    return residual.x, out, experts[0]
 
 
 def assert_same(found, wanted):
@@ -41,17 +47,30 @@ def assert_same(found, wanted):
         assert (np.abs(a - b) < 0.05 * b.std()).all()
 
 
-def test_the_row_goes_through_the_experts_with_the_largest_logits():
+QWEN = Routing(num_experts_per_tok=3, norm_topk_prob=True, scaling=2.0)
+GPT_OSS = Routing(num_experts_per_tok=4, norm_topk_prob=True, scaling=1.0, swiglu_limit=1.5)
+# No multiples of what the kernel takes at once, with biases, and down of fewer experts than a tile.
+ODD_SIZES = 512, 832, 192, 128, 32
+
+
+@pytest.mark.parametrize(
+    ("routing", "w"),
+    [(QWEN, routed_weights(*SIZES)), (GPT_OSS, routed_weights(*ODD_SIZES, biases=True))],
+    ids=["Qwen", "gpt-oss"],
+)
+def test_the_row_goes_through_the_experts_with_the_largest_logits(routing, w):
     """The second call has the mailbox that the first one cleared."""
-    routing = Routing(num_experts_per_tok=3, norm_topk_prob=True, scaling=2.0)
-    w = routed_weights(*SIZES)
     config = DecoderBlockConfig(
-        num_programs=1, o_splits=2, down_splits=3, router_splits=2, num_stages=3
+        num_programs=1,
+        o_splits=2,
+        down_splits=routing.num_experts_per_tok,
+        router_splits=2,
+        num_stages=3,
     )
-    mailboxes = one_row.new_mailboxes(config, w)
+    mailboxes = new_mailboxes(config, w)
     how = dict(eps=1e-5, config=config, routing=routing, interpret=True)
     for seed in (20, 21):
-        attended, x = draw(seed, 1, A), draw(30 + seed, 1, E)
+        attended, x = draw(seed, 1, A), draw(30 + seed, 1, len(w.o))
         *found, mailboxes = one_row.between_attentions(attended, x, mailboxes, w, **how)
         assert (mailboxes[0] == EMPTY).all() and not (mailboxes[1] == EMPTY).all()
         assert_same(found, separate_steps(attended, x, w, routing))
@@ -87,7 +106,7 @@ def test_partial_states_and_mailboxes_go_from_layer_to_layer():
 
 
 @pytest.mark.parametrize(
-    "change", [dict(num_experts=64), dict(size=2880), dict(hidden_size=704)], ids=str
+    "change", [dict(num_experts=60), dict(size=2888), dict(hidden_size=712)], ids=str
 )
 def test_sizes_that_do_not_fit_have_no_config(change):
     sizes = dict(size=2048, attended_size=4096, hidden_size=768, out_size=5120, num_experts=128)
@@ -95,3 +114,27 @@ def test_sizes_that_do_not_fit_have_no_config(change):
     config = decoder_block_config(**sizes, **how)
     assert (config.o_splits, config.down_splits, config.router_splits) == (4, 8, 8)
     assert decoder_block_config(**sizes | change, **how) is None
+
+
+def test_blocks_and_items_cover_sizes_that_are_no_multiples():
+    """gpt-oss-20b has 45 tiles of features, 11.25 blocks of columns and half a tile of logits."""
+    size, attended, num_experts = 2880, 4096, 32
+    sizes = dict(size=size, attended_size=attended, hidden_size=size, out_size=5120)
+    config = decoder_block_config(
+        **sizes, num_experts=num_experts, experts_per_token=4, num_programs=132
+    )
+    splits = config.o_splits, config.down_splits, config.router_splits
+    assert (*splits, config.num_stages) == (2, 4, 4, 6)
+
+    def check(shape, num_tiles, num_blocks, **how):
+        weight = jax.ShapeDtypeStruct(shape, np.float16)
+        product = Product(weight, num_programs=132, **how)
+        items = sum(int(product.num_items(np.int32(i))) for i in range(132))
+        assert (items, product.num_blocks) == (num_tiles, num_blocks)
+
+    check((size, attended), 48 * 2, 8, num_splits=2, unit=ROW_UNIT)
+    check((num_experts, size), 2 * 4, 3, num_splits=4, unit=EXPERTS_UNIT)
+    experts = dict(num_splits=4, experts=())
+    check((num_experts, size, 2, size), 48 * 4, 23, unit=HIDDEN_UNIT, **experts)
+    check((num_experts, size, size), 48 * 4, 12, unit=ROW_UNIT, **experts)
+    check((5120, size), 80, 12)

@@ -36,20 +36,39 @@ def draw(seed: int, *shape: int, scale: float | None = None, dtype=jnp.bfloat16)
     return (x * np.float32(scale)).astype(jnp.dtype(dtype))
 
 
-def routed_weights(attended: int, size: int, hidden: int, out: int, experts: int) -> BlockWeights:
-    """The weights of a block with experts."""
+def routed_weights(
+    attended: int, size: int, hidden: int, out: int, experts: int, *, biases: bool = False
+) -> BlockWeights:
+    """The weights of a block with experts, and biases that change which are chosen."""
     w = weights_of(attended, size, hidden, out)
     w["gate_up"] = draw(50, experts, hidden, 2, size, scale=size**-0.5)
     w["down"] = draw(51, experts, size, hidden, scale=hidden**-0.5)
-    return BlockWeights(**w, router=draw(52, experts, size, scale=1.0))
+    w["router"] = draw(52, experts, size, scale=1.0)
+    if biases:
+        w |= dict(o_bias=draw(53, size), qkv_bias=draw(54, out))
+        w |= dict(router_bias=draw(55, experts, scale=20.0), down_bias=draw(56, experts, size))
+        w["gate_up_bias"] = draw(57, experts, hidden, 2)
+    return BlockWeights(**w)
 
 
 def routed_mlp(normed: jax.Array, w: BlockWeights, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """What experts add to the residual, and the chosen ones, by XLA."""
     logits = normed.astype(jnp.float32) @ w.router.astype(jnp.float32).T
+    if w.router_bias is not None:
+        logits += w.router_bias
     scores, experts = jax.lax.top_k(jax.nn.softmax(logits), routing.num_experts_per_tok)
     if routing.norm_topk_prob:
         scores /= scores.sum(axis=-1, keepdims=True)
     scores *= routing.scaling
-    how = dict(implementation="xla")
-    return fused_experts(normed, w.gate_up, w.down, experts, scores, **how), experts
+    branch = fused_experts(
+        normed,
+        w.gate_up,
+        w.down,
+        experts,
+        scores,
+        gate_up_bias=w.gate_up_bias,
+        down_bias=w.down_bias,
+        swiglu_limit=routing.swiglu_limit,
+        implementation="xla",
+    )
+    return branch, experts

@@ -273,7 +273,10 @@ def _between_attentions(
     attended: Any, x: Any, weights: BlockWeights, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
     if weights.router is not None:
-        routing = Routing(num_experts_per_tok=3, norm_topk_prob=True, scaling=1.0)
+        limit = None if weights.gate_up_bias is None else 7.0
+        routing = Routing(
+            num_experts_per_tok=4, norm_topk_prob=True, scaling=1.0, swiglu_limit=limit
+        )
         how |= dict(mlp=lambda normed: routed_mlp(normed, weights, routing), routing=routing)
     residual, out, _ = between_attentions(attended, Residual(x=x), weights, eps=1e-5, **how)
     return residual.x, out
@@ -317,7 +320,8 @@ def _attention_and_between(
 ) -> tuple[jax.Array, jax.Array]:
     layer = pp.LayerKV(arrays["k_pages"], arrays["v_pages"], kv_layout="HPND")
     q, *rows = (arrays[name] for name in ("q", "block_tables", "seq_lens"))
-    attended: Any = unmerged_attention(q, layer, *rows, **raw.by(implementation))
+    options = raw.by(implementation) | {"sinks": arrays.get("sinks")}
+    attended: Any = unmerged_attention(q, layer, *rows, **options)
     if attended is None:
         attended = raw.paged_attention(**arrays, implementation=implementation).reshape(1, -1)
     return _between_attentions(attended, x, weights, implementation=implementation)
@@ -329,6 +333,40 @@ def _states_arrays(*, has_experts: bool) -> tuple[Any, ...]:
     if has_experts:
         weights = routed_weights(attended.shape[1], x.shape[1], 256, 256, 128)
     return named(raw.paged_attention, case.make()), x, weights
+
+
+def gpt_oss_layer() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """One row of a layer of gpt-oss-20b, and the shapes of its arrays."""
+
+    def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    size = hidden = 2880
+    num_experts, attended, out = 32, 4096, 5120
+    weights: dict[str, Any] = dict(
+        o=of(size, attended),
+        o_bias=of(size),
+        mlp_norm=of(size),
+        router=of(num_experts, size),
+        router_bias=of(num_experts),
+        gate_up=of(num_experts, hidden, 2, size),
+        gate_up_bias=of(num_experts, hidden, 2),
+        down=of(num_experts, size, hidden),
+        down_bias=of(num_experts, size),
+        out_norm=of(size),
+        qkv=of(out, size),
+        qkv_bias=of(out),
+    )
+    arrays = dict(
+        q=of(1, 64, 64),
+        k_pages=of(8, 64, 16, 64),
+        v_pages=of(8, 64, 16, 64),
+        block_tables=of(1, 64, dtype=jnp.int32),
+        seq_lens=of(1, dtype=jnp.int32),
+        sinks=of(64, dtype=jnp.float32),
+    )
+    function = partial(_attention_and_between, implementation="mosaic_sm90")
+    return function, (arrays, of(1, size), BlockWeights(**weights))
 
 
 def _write_and_attend(

@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.support.kernel_calls import kernel_calls
+from tests.support.kernel_calls import gpt_oss_layer, kernel_calls
 from tests.support.programs import Program, kernel_configs, operations, parsed
 
 # What XLA wants to know of a GPU. Only the compute capability, the number of SMs and the shared
@@ -290,6 +290,8 @@ def compilations() -> list[Compilation]:
             if (all_kernels and call.name not in MADE_OF_OTHERS)
             or (call.family == "triton" and call.name in FOR_ALL_TARGETS)
         ]
+        if all_kernels:
+            found.append(Compilation(target, "mosaic_sm90 a layer of gpt-oss", *gpt_oss_layer()))
         for program in real_programs() if all_kernels else large_programs(target):
             function, shapes = program.call_and_shapes()
             found.append(Compilation(target, program.name, function, (shapes,)))

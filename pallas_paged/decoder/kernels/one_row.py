@@ -6,6 +6,9 @@
     residual += hidden down^T
     out = norm(residual) qkv^T
 
+Sizes are padded to whole tiles. Behind the end of a weight a copy writes zeros, without a read, and
+so sums there are zeros.
+
 With a router each program chooses the experts of the row by the logits, which are one more product,
 and gate, up and down are those of the experts: `hidden` of one after the other, and a sum of down
 over them with their weights.
@@ -38,43 +41,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
-from pallas_paged.decoder.kernels.one_row_product import HALF, Product, multiply_by_row
-from pallas_paged.decoder.kernels.one_row_router import SLOTS, ChoiceScratch, choose, logits_layout
+from pallas_paged.decoder.kernels.one_row_product import (
+    HALF,
+    Product,
+    multiply_by_row,
+    pad_for_interpreter,
+)
+from pallas_paged.decoder.kernels.one_row_refs import (
+    CLEARED,
+    OneRowOutputs,
+    OneRowScratch,
+    output_types,
+    padded_sizes,
+    scratch_types,
+)
+from pallas_paged.decoder.kernels.one_row_router import choose, logits_layout
 from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights, Routing
-from pallas_paged.kernels.call import result_shape
+from pallas_paged.experts.kernels.grouped import activate
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.config import (
+    EXPERTS_UNIT,
+    HIDDEN_UNIT,
+    ROW_UNIT,
+    DecoderBlockConfig,
+    padded,
+)
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
-from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig
-from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
-_CLEARED = 256  # elements of a mailbox that a program clears at once
-_PADDING = 64  # elements that are read behind a row
 _AWAITED = 16384  # elements of partial sums that the registers of a warpgroup hold at once
-
-
-@pytree
-class OneRowOutputs:
-    """Refs to device memory, or their types."""
-
-    residual: Any  # [1, E]
-    out: Any  # [1, N], or the norm [1, E]
-    experts: Any = None  # i32[SLOTS]
-
-
-@pytree
-class OneRowScratch:
-    """Refs in shared memory, or their types."""
-
-    weights: Any  # [num_stages, 2 * TILE, HALF], one half below the other
-    x: Any  # [columns of the longest part of a row + _PADDING]
-    residual: Any  # [E]
-    full: Any  # barriers [num_stages], complete when both halves have arrived
-    free: Any  # barriers [num_stages], complete when they were used
-    choice: Any = None  # `ChoiceScratch`
 
 
 def _block_kernel(
@@ -85,21 +82,23 @@ def _block_kernel(
     eps: float,
     config: DecoderBlockConfig,
     routing: Routing | None,
+    real_experts: int,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
     program, weights = lax.axis_index("program"), inputs.weights
-    num_stages, size = scratch.weights.shape[0], scratch.residual.shape[0]
+    num_stages, (size, hidden_size) = scratch.weights.shape[0], padded_sizes(weights)
+    real_size, num_experts = inputs.residual.shape[1], padded(real_experts, EXPERTS_UNIT)
     dtype, num_in_flight = scratch.x.dtype, config.num_in_flight
     product_of = functools.partial(Product, num_programs=config.num_programs)
-    o = product_of(weight=weights.o, num_splits=config.o_splits)
-    gate_up = product_of(weight=weights.gate_up)
-    down = product_of(weight=weights.down, num_splits=config.down_splits)
+    o = product_of(weights.o, weights.o_bias, num_splits=config.o_splits, unit=ROW_UNIT)
+    gate_up = product_of(weights.gate_up, weights.gate_up_bias, unit=HIDDEN_UNIT)
+    down = product_of(weights.down, weights.down_bias, num_splits=config.down_splits, unit=ROW_UNIT)
     if routing is not None:
-        router = product_of(weight=weights.router, num_splits=config.router_splits)
-        of_experts = dict(num_splits=config.down_splits, experts=scratch.choice.experts)
+        router = product_of(weights.router, num_splits=config.router_splits, unit=EXPERTS_UNIT)
+        of_experts: Any = dict(num_splits=config.down_splits, experts=scratch.choice.experts)
         gate_up, down = (dataclasses.replace(x, **of_experts) for x in (gate_up, down))
-    qkv = None if weights.qkv is None else product_of(weight=weights.qkv)
+    qkv = None if weights.qkv is None else product_of(weights.qkv, weights.qkv_bias)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
     def send(product, sent):
@@ -128,6 +127,22 @@ def _block_kernel(
     def strided(num_elements):
         return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
 
+    def load_row(ref, staging):
+        """Load a row of the residual's size from device memory, by way of shared memory."""
+        if ref.shape[0] == size:
+            return ops.load(ref, vector)
+        main = ref.shape[0] // (2 * HALF) * (2 * HALF)
+        parts = [pl.ds(start, TILE) for start in range(main, ref.shape[0], TILE)]
+        if main:
+            parts.append(pl.ds(0, main))
+        for part in parts:
+            layout = ops.WGMMA_ROW if part.size == TILE else strided(main)
+            staging.at[part][...] = ops.load(ref.at[part], layout)
+        plgpu.commit_smem()
+        row = plgpu.load(staging.at[pl.ds(0, size)], layout=vector)
+        # What is behind it may be NaN.
+        return jnp.where(ops.iota((size,), 0, vector) < ref.shape[0], row, jnp.zeros_like(row))
+
     def set_x(row):
         """Store a row, or a part of it, to shared memory."""
         scratch.x.at[pl.ds(0, row.shape[0])][...] = row.astype(dtype)
@@ -141,6 +156,7 @@ def _block_kernel(
 
         def multiply_item(index, used):
             features, split = product.item(program, index)
+            add_bias = product.add_bias(features, split)  # loaded before the product
             start = 0 if product.experts is not None else split * product.num_columns
             if load_x is not None:
                 load_x(pl.ds(split * product.num_columns, product.num_columns))
@@ -163,12 +179,11 @@ def _block_kernel(
                 accs = [accs[0] + accs[1]]
             is_x = ops.iota((TILE, 8), 1, ops.WGMMA) == 0
             sums = [jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs]
-            store(features, split, sums)
+            store(features, split, add_bias(sums))
             return used
 
         return lax.fori_loop(0, product.num_items(program), multiply_item, used)
 
-    hidden_size = weights.gate_up.shape[-3]
     o_start = hidden_size if routing is None else hidden_size * config.down_splits
     down_start = o_start + config.o_splits * size
     attended_start = down_start + config.down_splits * size
@@ -186,7 +201,8 @@ def _block_kernel(
     def publish_hidden(features, split, sums):
         # Rounded as separate products are.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
-        hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
+        limit = None if routing is None else routing.swiglu_limit
+        hidden = activate(gate, up, limit).astype(dtype).astype(jnp.float32)
         start = 0 if routing is None else split * hidden_size
         publish(inputs.mailbox, start + features.start, hidden, interpret=interpret)
 
@@ -224,7 +240,7 @@ def _block_kernel(
         total = sum_of_parts(start, num_splits, size, vector)
         x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
         x32 = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(x32 * x32) / size + eps)
+        scale = lax.rsqrt(jnp.sum(x32 * x32) / real_size + eps)
         normed = (x32 * scale * weight.astype(jnp.float32)).astype(dtype)
         scratch.residual[...] = x
         set_x(normed)
@@ -233,11 +249,11 @@ def _block_kernel(
     def clear(mailbox):
         """Clear this program's part of a mailbox."""
 
-        @pl.loop(0, (mailbox.shape[0] // _CLEARED - 1 - program) // config.num_programs + 1)
+        @pl.loop(0, (mailbox.shape[0] // CLEARED - 1 - program) // config.num_programs + 1)
         def _clear(i):
-            start = (program + i * config.num_programs) * _CLEARED
-            empty = ops.full((_CLEARED,), EMPTY, strided(_CLEARED), jnp.int32)
-            ops.store(mailbox.at[pl.ds(start, _CLEARED)], empty)
+            start = (program + i * config.num_programs) * CLEARED
+            empty = ops.full((CLEARED,), EMPTY, strided(CLEARED), jnp.int32)
+            ops.store(mailbox.at[pl.ds(start, CLEARED)], empty)
 
     @pl.when(lax.axis_index("wg") == 0)
     def _multiply():
@@ -259,15 +275,15 @@ def _block_kernel(
         clear(inputs.next_mailbox)
         used = multiply(o, 0, load_x=load_attended, store=functools.partial(publish_part, o_start))
         # Loaded before the results of other programs: then nothing waits for them after these.
-        residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(weights.mlp_norm, vector)
+        residual = load_row(inputs.residual.at[0], scratch.residual)
+        norm = load_row(weights.mlp_norm, scratch.x)
         add_and_norm(residual, o_start, config.o_splits, norm)
         if routing is not None:
-            num_experts = weights.router.shape[0]
             store = functools.partial(publish_part, logits_start, size=num_experts)
             used = multiply(router, used, store=store)
             layout = logits_layout(num_experts)
             logits = sum_of_parts(logits_start, config.router_splits, num_experts, layout)
-            experts = choose(logits, scratch.choice, routing)
+            experts = choose(logits, weights.router_bias, scratch.choice, routing, real_experts)
 
             @pl.when(program == 0)
             def _():
@@ -281,14 +297,25 @@ def _block_kernel(
             store=publish_down,
         )
         residual = plgpu.load(scratch.residual, layout=vector)
-        norm = ops.load(weights.out_norm, vector)
+        norm = load_row(weights.out_norm, scratch.x)
         residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
 
-        @pl.when(program == 0)
-        def _():
-            ops.store(outputs.residual.at[0], residual)
-            if qkv is None:
-                ops.store(outputs.out.at[0], normed)
+        if size == real_size:
+
+            @pl.when(program == 0)
+            def _():
+                ops.store(outputs.residual.at[0], residual)
+                if qkv is None:
+                    ops.store(outputs.out.at[0], normed)
+
+        else:
+
+            @pl.loop(0, (real_size // TILE - 1 - program) // config.num_programs + 1)
+            def _(i):
+                tile = pl.ds((program + i * config.num_programs) * TILE, TILE)
+                rows = [(outputs.residual, scratch.residual), (outputs.out, scratch.x)]
+                for to, row in rows if qkv is None else rows[:1]:
+                    ops.store(to.at[0, tile], ops.load_shared(row.at[tile], ops.WGMMA_ROW))
 
         if qkv is not None:
             multiply(qkv, used, store=store_out)
@@ -324,45 +351,26 @@ def between_attentions(
         attended: `[1, A]` of 16-bit elements, or the states of one row, which are merged here.
         residual: `[1, E]`.
         mailboxes: from `new_mailboxes` or from the call before.
-        weights: without biases.
+        weights: of the dtype of the residual.
         eps: epsilon of the norms.
         config: the config; of one program if interpreted.
         routing: how experts are chosen, of weights with a router.
     """
-    (_, size), dtype, qkv = residual.shape, residual.dtype, weights.qkv
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
     inputs = BlockInputs(
         attended=attended,
         residual=residual,
-        weights=weights,
+        weights=pad_for_interpreter(weights, config) if interpret else weights,
         mailbox=mailbox,
         next_mailbox=next_mailbox,
     )
-    outputs = OneRowOutputs(
-        residual=result_shape((1, size), dtype),
-        out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
-        experts=None if routing is None else result_shape((SLOTS,), jnp.int32),
-    )
-    attended_size, hidden_size = weights.o.shape[1], weights.gate_up.shape[-3]
-    if routing is None:
-        hidden_size //= config.down_splits
-    columns = max(size, attended_size // config.o_splits, hidden_size)
-    scratch = OneRowScratch(
-        weights=plgpu.SMEM(
-            (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
-        ),
-        x=plgpu.SMEM((columns + _PADDING,), dtype),
-        residual=plgpu.SMEM((size,), dtype),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages),
-        free=plgpu.Barrier(num_barriers=config.num_stages),
-        choice=None if weights.router is None else ChoiceScratch.types(len(weights.router)),
-    )
-    kernel = functools.partial(_block_kernel, eps=eps, config=config, routing=routing)
+    real_experts = 0 if weights.router is None else len(weights.router)
+    how: Any = dict(eps=eps, config=config, routing=routing, real_experts=real_experts)
     outputs = ops.run_kernel(
-        functools.partial(kernel, interpret=interpret),
+        functools.partial(_block_kernel, **how, interpret=interpret),
         inputs,
-        outputs,
-        scratch,
+        output_types(weights, residual.dtype),
+        scratch_types(weights, config, residual.dtype),
         name="between_attentions",
         params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -376,20 +384,6 @@ def between_attentions(
         return outputs.residual, outputs.out, mailboxes
     experts = outputs.experts[None, : routing.num_experts_per_tok]
     return outputs.residual, outputs.out, experts, mailboxes
-
-
-def new_mailboxes(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
-    """Return two cleared mailboxes, for the first of several calls with weights of these sizes."""
-    (size, attended_size), hidden_size = weights.o.shape, weights.gate_up.shape[-3]
-    num_elements = (config.o_splits + config.down_splits) * size + attended_size
-    if weights.router is None:
-        num_elements += hidden_size
-    else:
-        num_elements += config.down_splits * hidden_size
-        num_logits = config.router_splits * len(weights.router)
-        num_elements += -(-num_logits // _CLEARED) * _CLEARED
-    empty = jnp.full(num_elements, EMPTY, jnp.int32)
-    return empty, empty
 
 
 def _vec_size(size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,24 +12,36 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.decoder.kernels.operands import BlockWeights
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.config import (
+    EXPERTS_UNIT,
+    HIDDEN_UNIT,
+    ROW_UNIT,
+    DecoderBlockConfig,
+    padded,
+)
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
 HALF = 128  # columns of a half of a stage: both halves of a block are 32 KB
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Product:
     """A weight as work items, and their blocks, for each program.
 
     A work item is a tile of features and one part of the columns, or one expert; a program has
-    every `num_programs`-th item.
+    every `num_programs`-th item. Behind the end of a weight are zeros: a copy writes them to shared
+    memory and reads nothing.
     """
 
     weight: Any  # ref [N, K] or [N, 2, K], or of experts [X, N, K] or [X, N, 2, K]
+    bias: Any = None  # ref [N] or [N, 2], or of experts, to device memory
+    _: dataclasses.KW_ONLY
     num_programs: int
     num_splits: int = 1
+    unit: int = TILE  # features are padded to a multiple of it
     experts: Any = None  # ref i32 to shared memory, the expert of each split
 
     @property
@@ -39,8 +51,10 @@ class Product:
 
     @property
     def num_columns(self) -> int:
-        """Columns of an item."""
-        return self.weight.shape[-1] // (self.num_splits if self.experts is None else 1)
+        """Columns of an item, in entire blocks."""
+        block = HALF if self.is_pair else 2 * HALF
+        num_splits = self.num_splits if self.experts is None else 1
+        return padded(self.weight.shape[-1], num_splits * block) // num_splits
 
     @property
     def num_blocks(self) -> int:
@@ -49,7 +63,8 @@ class Product:
 
     def num_items(self, program: Any) -> Any:
         """Return how many items a program has."""
-        total = self.weight.shape[self.experts is not None] // TILE * self.num_splits
+        num_features = padded(self.weight.shape[self.experts is not None], self.unit)
+        total = num_features // TILE * self.num_splits
         return lax.div(total - 1 - program + self.num_programs, self.num_programs)
 
     def item(self, program: Any, index: Any) -> tuple[Any, Any]:
@@ -66,6 +81,43 @@ class Product:
             return [weight.at[features, i, pl.ds(first + block * HALF, HALF)] for i in range(2)]
         first += block * 2 * HALF
         return [weight.at[features, pl.ds(first + i * HALF, HALF)] for i in range(2)]
+
+    def add_bias(self, features: Any, split: Any) -> Callable[[list[Any]], list[Any]]:
+        """Load the bias of an item; return a function that adds it to the item's sums."""
+        bias = self.bias
+        if bias is None:
+            return lambda sums: sums
+        if self.experts is not None:
+            bias = bias.at[self.experts[split]]
+        is_here = features.start < bias.shape[0]
+        if self.experts is None:
+            is_here &= split == 0  # once
+        place = pl.ds(jnp.minimum(features.start, bias.shape[0] - TILE), TILE)
+        refs = [bias.at[place, i] for i in range(2)] if self.is_pair else [bias.at[place]]
+        loaded = [ops.load(ref, ops.WGMMA_ROW).astype(jnp.float32) for ref in refs]
+        factor = jnp.where(is_here, 1.0, 0.0)
+        return lambda sums: [x + y * factor for x, y in zip(sums, loaded, strict=True)]
+
+
+def pad_for_interpreter(weights: BlockWeights, config: DecoderBlockConfig) -> BlockWeights:
+    """Return weights with the zeros that copies of a GPU write, and the interpreter does not."""
+
+    def pad(weight: jax.Array, *units: int) -> jax.Array:
+        sizes = weight.shape[weight.ndim - len(units) :]
+        more = [(0, padded(size, unit) - size) for size, unit in zip(sizes, units, strict=True)]
+        return jnp.pad(weight, [(0, 0)] * (weight.ndim - len(units)) + more)
+
+    block, router, down_splits = 2 * HALF, weights.router, config.down_splits
+    if router is not None:
+        router, down_splits = pad(router, EXPERTS_UNIT, config.router_splits * block), 1
+    return dataclasses.replace(
+        weights,
+        o=pad(weights.o, ROW_UNIT, config.o_splits * block),
+        gate_up=pad(weights.gate_up, HIDDEN_UNIT, 1, HALF),
+        down=pad(weights.down, ROW_UNIT, down_splits * block),
+        qkv=None if weights.qkv is None else pad(weights.qkv, TILE, block),
+        router=router,
+    )
 
 
 def multiply_by_row(

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.operands import Routing
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.config import EXPERTS_UNIT, padded
 
 SLOTS = 64  # rows of wgmma's layout: more than a row has experts
 _OTHERS = 64  # experts that each is compared with at once
@@ -20,7 +21,7 @@ _OTHERS = 64  # experts that each is compared with at once
 
 @pytree
 class ChoiceScratch:
-    """Refs in shared memory, or their types."""
+    """Refs in shared memory, or their types. X is padded to a multiple of 128."""
 
     logits: Any  # f32[X]
     ranks: Any  # f32[X]
@@ -30,7 +31,8 @@ class ChoiceScratch:
 
     @classmethod
     def types(cls, num_experts: int) -> ChoiceScratch:
-        """Return the types for this number of experts, a multiple of 128."""
+        """Return the types for this number of experts."""
+        num_experts = padded(num_experts, EXPERTS_UNIT)
         return cls(
             logits=plgpu.SMEM((num_experts,), jnp.float32),
             ranks=plgpu.SMEM((num_experts,), jnp.float32),
@@ -40,13 +42,26 @@ class ChoiceScratch:
         )
 
 
-def choose(logits: jax.Array, scratch: ChoiceScratch, routing: Routing) -> jax.Array:
+def choose(
+    logits: jax.Array, bias: Any, scratch: ChoiceScratch, routing: Routing, real_experts: int
+) -> jax.Array:
     """Choose experts by logits f32`[X]`, whose layout is strided; return them, i32`[SLOTS]`.
+
+    A bias is a ref to device memory, or None. X is padded: `real_experts` can be chosen.
 
     Each logit is compared with all others: its rank is how many are larger, or equal and before.
     The ranks go through shared memory, because a thread has some rows of a matrix of wgmma.
     """
     (num_experts,) = logits.shape
+    if bias is not None:  # in the layout that takes the fewest elements
+        scratch.ranks.at[pl.ds(0, real_experts)][...] = ops.load(bias, ops.WGMMA_COL).astype(
+            jnp.float32
+        )
+        plgpu.commit_smem()
+        logits += ops.load_shared(scratch.ranks, logits_layout(num_experts))
+    if real_experts < num_experts:
+        is_real = ops.iota((num_experts,), 0, logits_layout(num_experts)) < real_experts
+        logits = jnp.where(is_real, logits, -jnp.inf)
     scratch.logits[...] = logits
     plgpu.commit_smem()
     own = ops.load_shared(scratch.logits, ops.WGMMA_ROW)
@@ -87,7 +102,7 @@ def choose(logits: jax.Array, scratch: ChoiceScratch, routing: Routing) -> jax.A
         experts += jnp.sum(jnp.where(is_slot, place + first, 0.0), axis=1)
         weights += jnp.sum(jnp.where(is_slot, numerators(values), 0.0), axis=1)
     # Of logits that are NaN several have one rank.
-    chosen = jnp.minimum(experts, num_experts - 1.0).astype(jnp.int32)
+    chosen = jnp.minimum(experts, real_experts - 1.0).astype(jnp.int32)
     scratch.experts[...] = chosen
     scratch.weights[...] = weights * scale
     plgpu.commit_smem()

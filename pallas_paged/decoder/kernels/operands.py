@@ -25,6 +25,8 @@ class BlockWeights:
         qkv_bias: `[N]` or None.
         router: `[X, E]` where the MLP is one of X experts, or None. Then gate_up is `[X, F, 2, E]`
             and down `[X, E, F]`.
+        router_bias, gate_up_bias, down_bias: `[X]`, `[X, F, 2]` and `[X, E]` beside a router, or
+            None.
     """
 
     o: jax.Array
@@ -36,22 +38,43 @@ class BlockWeights:
     o_bias: jax.Array | None = None
     qkv_bias: jax.Array | None = None
     router: jax.Array | None = None
+    router_bias: jax.Array | None = None
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes, by their names in the functions that choose a config."""
+        size, attended_size = self.o.shape
+        return dict(
+            size=size,
+            attended_size=attended_size,
+            hidden_size=self.down.shape[-1],
+            out_size=0 if self.qkv is None else self.qkv.shape[0],
+        )
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any product has a bias."""
+        return any(value is not None for name, value in vars(self).items() if "bias" in name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a softmax of the router's logits chooses experts.
+    """How a softmax of the router's logits chooses experts, and their activation.
 
     Attributes:
         num_experts_per_tok: experts of a token, those with the largest logits; of equal ones the
             first.
         norm_topk_prob: whether their weights add up to 1 before the scaling.
         scaling: of the weights.
+        swiglu_limit: of `fused_experts`.
     """
 
     num_experts_per_tok: int
     norm_topk_prob: bool
     scaling: float
+    swiglu_limit: float | None = None
 
 
 @pytree
@@ -61,7 +84,7 @@ class BlockInputs:
     Attributes:
         attended: `[R, A]`, or `DecodeStates` of one row.
         residual: `[R, E]`.
-        weights: `BlockWeights` without biases.
+        weights: `BlockWeights`, of several rows without biases.
         mailbox: i32, a ref: what the programs of the kernel write for one another.
         next_mailbox: of the next call, to be cleared.
     """

@@ -21,7 +21,10 @@ _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
-ROUTED_EXPERTS = (0, 128, 256)  # none, or as many as the threads of a warpgroup take evenly
+# Its rows, `hidden` and logits of experts have zeros behind them up to multiples of these, which
+# the threads of a warpgroup take evenly.
+ROW_UNIT, HIDDEN_UNIT, EXPERTS_UNIT = 512, 256, 128
+_MAX_EXPERTS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,11 @@ class DecoderBlockConfig:
     router_splits: int = 1
 
 
+def padded(size: int, unit: int) -> int:
+    """Return the size up to the end of its last unit."""
+    return -(-size // unit) * unit
+
+
 def decoder_block_config(
     *,
     size: int,
@@ -165,10 +173,12 @@ def decoder_block_config(
             there is one MLP.
     """
     tile, block_k = LINEAR_TILE, LINEAR_BLOCK_K
-    if size % 512 or attended_size % block_k or hidden_size % block_k or out_size % tile:
+    if size % tile or attended_size % block_k or hidden_size % tile or out_size % tile:
         return None
-    if num_experts not in ROUTED_EXPERTS:
+    if num_experts % 8 or num_experts > _MAX_EXPERTS:
         return None
+    size, hidden_size = padded(size, ROW_UNIT), padded(hidden_size, HIDDEN_UNIT)
+    num_experts = padded(num_experts, EXPERTS_UNIT)
 
     def splits(num_columns: int, num_rows: int = size) -> int:
         """As many parts as give each program at most one tile of one part."""

@@ -293,27 +293,30 @@ def test_given_experts_have_the_weights_of_the_router(decoder):
     np.testing.assert_array_equal(weights[4], own[4])
 
 
-def lowered_loop(num_rows: int, **changes) -> str:
+QWEN = dict(hidden_size=2048, num_q_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True)
+OF_QWEN = dict(n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=256)
+BIASES = dict(qkv_bias=True, o_bias=True, sinks=True)
+GPT_OSS = dict(hidden_size=2880, num_q_heads=64, num_kv_heads=8, head_dim=64, **BIASES)
+OF_GPT_OSS = dict(n_routed_experts=32, num_experts_per_tok=4, moe_intermediate_size=2880)
+OF_GPT_OSS |= dict(bias=True, swiglu_limit=7.0)
+
+
+def lowered_loop(num_rows: int, model: dict, experts: dict) -> str:
     """A loop of decode steps of a bf16 model of two layers, as text, without its weights."""
-    experts = ExpertsConfig(
-        n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=256, **changes
-    )
     config = ModelConfig(
         vocab_size=256,
-        hidden_size=2048,
         intermediate_size=256,
         num_layers=2,
-        num_q_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        qk_norm=True,
-        experts=experts,
+        experts=ExpertsConfig(**experts),
+        **model,
     )
+    heads = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
 
     def make():
         decoder = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        sizes = dict(num_pages=4 * num_rows, page_size=16, num_kv_heads=4, head_dim=128)
-        pool = make_pool(num_layers=2, dtype=jnp.bfloat16, **sizes)
+        pool = make_pool(
+            num_layers=2, dtype=jnp.bfloat16, num_pages=4 * num_rows, page_size=16, **heads
+        )
         table = pp.create_page_table(
             num_pages=4 * num_rows, page_size=16, max_seqs=num_rows, pages_per_seq=4
         )
@@ -327,7 +330,10 @@ def lowered_loop(num_rows: int, **changes) -> str:
         def one_step(_, carry):
             layers, _ = carry
             slots = pp.slot_mapping(table, rows, rows)
-            attend = PagedAttend(table, slots, rows, None, num_kv_heads=[4], kernels=kernels)
+            num_kv_heads = [config.num_kv_heads]
+            attend = PagedAttend(
+                table, slots, rows, None, num_kv_heads=num_kv_heads, kernels=kernels
+            )
             hidden, layers = nnx.merge(graphdef, params)(rows, rows, attend, layers)
             return layers, hidden
 
@@ -340,12 +346,21 @@ def lowered_loop(num_rows: int, **changes) -> str:
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("num_rows", "changes", "is_one"),
-    [(1, {}, True), (2, {}, False), (1, dict(n_shared_experts=1), False)],
-    ids=["one row", "two rows", "shared experts"],
+    ("num_rows", "model", "experts", "untried", "is_one"),
+    [
+        (1, QWEN, OF_QWEN, False, True),
+        (2, QWEN, OF_QWEN, False, False),
+        (1, QWEN, OF_QWEN | dict(n_shared_experts=1), False, False),
+        (1, GPT_OSS, OF_GPT_OSS, False, False),
+        (1, GPT_OSS, OF_GPT_OSS, True, True),
+    ],
+    ids=["one row", "two rows", "shared experts", "gpt-oss", "gpt-oss, untried"],
 )
-def test_a_layer_is_one_kernel_beside_attention_for_one_row(num_rows, changes, is_one):
-    text = lowered_loop(num_rows, **changes)
+def test_a_layer_is_one_kernel_beside_attention_for_one_row(
+    num_rows, model, experts, untried, is_one, monkeypatch
+):
+    monkeypatch.setattr("pallas_paged.decoder.between_attentions._CHOOSE_UNTRIED", untried)
+    text = lowered_loop(num_rows, model, experts)
     # Layers of one structure are lowered once; the last has no product of q, k and v.
     assert text.count("between_attentions_mosaic") == (2 if is_one else 0)
     assert ("grouped_product" in text) != is_one

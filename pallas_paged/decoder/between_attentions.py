@@ -95,9 +95,9 @@ def between_attentions(
 
     On a Hopper GPU it is one persistent kernel that streams all weights, for one row of 2048 to
     4096 elements, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 rows of 1024.
-    With other sizes, up to 256 rows, it runs only if `implementation` names it. Otherwise, for
-    gradients and under `vmap`, XLA runs the steps one after another. Results differ by rounding:
-    sums are in f32, in another order. The bits of the kernels are the same each time.
+    With other sizes, up to 256 rows, or biases of one row, it runs if `implementation` names it.
+    Otherwise, for gradients and under `vmap`, XLA runs the steps one by one. Results differ by
+    rounding: sums are in f32, in another order. The bits of the kernels are the same each time.
 
     A layer with experts has a router in its weights, and `mlp`. With `routing`, partial states of
     one row go through one kernel as well, which chooses the experts itself.

@@ -62,15 +62,22 @@ def batch_config(rows, sizes, num_clusters=1, cluster_size=1, **more):
 
 
 @pytest.mark.parametrize(
-    ("splits", "stages", "dtype"),
+    ("splits", "stages", "dtype", "size", "hidden", "biases"),
     [
-        ((2, 4), (3, 2), jnp.bfloat16),
-        *slow([((4, 2), (2, 2), jnp.float16), ((1, 1), (6, 6), jnp.bfloat16)]),
+        ((2, 4), (3, 2), jnp.bfloat16, 512, 1024, ()),
+        *slow(
+            [
+                ((4, 2), (2, 2), jnp.float16, 512, 1024, ()),
+                ((1, 1), (6, 6), jnp.bfloat16, 512, 1024, ()),
+                ((2, 2), (3, 2), jnp.bfloat16, 832, 960, ("o", "qkv")),
+            ]
+        ),
     ],
 )
-def test_one_row_equals_the_separate_steps(splits, stages, dtype):
-    sizes = 1024, 512, 1024, 192
+def test_one_row_equals_the_separate_steps(splits, stages, dtype, size, hidden, biases):
+    sizes = 1024, size, hidden, 192
     attended, x, w = operands(1, sizes, dtype)
+    w |= {f"{name}_bias": draw(9, len(w[name]), dtype=dtype) for name in biases}
     config = DecoderBlockConfig(
         num_programs=1,
         o_splits=splits[0],

@@ -105,6 +105,16 @@ def test_partial_states_and_mailboxes_go_from_layer_to_layer():
     assert_same(found, separate_steps(attended, before, w, routing))
 
 
+def test_what_a_layer_with_experts_needs_is_named():
+    attended, residual, w = draw(0, 1, A), Residual(x=draw(1, 1, E)), routed_weights(*SIZES)
+    run = partial(between_attentions, attended, residual, w, eps=1e-5)
+    with pytest.raises(ValueError, match=r"weights\.router needs mlp"):
+        run(routing=QWEN)
+    how = dict(mlp=partial(routed_mlp, w=w, routing=QWEN), routing=QWEN)
+    with pytest.raises(NotImplementedError, match="partial states of one row"):
+        run(**how, implementation="mosaic_sm90", interpret=True)
+
+
 @pytest.mark.parametrize(
     "change", [dict(num_experts=60), dict(size=2888), dict(hidden_size=712)], ids=str
 )

@@ -171,6 +171,7 @@ def test_weights_on_several_devices_are_refused():
     ("change", "error", "match"),
     [
         (dict(down=np.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 513\) must be"),
+        (dict(down_bias=np.ones(E)), ValueError, "weights.down_bias.shape=.* must be None"),
         (dict(qkv_bias=np.ones(N)), NotImplementedError, "one dtype for all arrays"),
         (dict(rows=2, o_bias=draw(0, E)), NotImplementedError, "biases for one row only"),
         (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),

@@ -309,10 +309,11 @@ def _block_kernel(
                     ops.store(outputs.out.at[0], normed)
 
         else:
+            n = config.num_programs
 
-            @pl.loop(0, (real_size // TILE - 1 - program) // config.num_programs + 1)
+            @pl.loop(0, lax.div(real_size // TILE - 1 - program + n, n))
             def _(i):
-                tile = pl.ds((program + i * config.num_programs) * TILE, TILE)
+                tile = pl.ds((program + i * n) * TILE, TILE)
                 rows = [(outputs.residual, scratch.residual), (outputs.out, scratch.x)]
                 for to, row in rows if qkv is None else rows[:1]:
                     ops.store(to.at[0, tile], ops.load_shared(row.at[tile], ops.WGMMA_ROW))

@@ -68,6 +68,8 @@ class AllAllowed:
     def accept(self, token_id: int) -> None:
         pass
 
+    look_ahead = accept
+
     def check(self) -> None:
         pass
 

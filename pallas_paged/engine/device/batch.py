@@ -343,7 +343,7 @@ def read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) 
 
         place: Any = slice(start, end) if chunks else (slice(end), row)
         logprobs = prompt_logprobs = experts = None
-        if token_ids and params.num_logprobs is not None:
+        if token_ids and sequence.mode.logprobs >= 0 and params.num_logprobs is not None:
             sampled = slice(len(token_ids)), row
             logprobs = _read_logprobs(output.logprobs, sampled, token_ids, params.num_logprobs)
         if chunk is not None and (targets := chunk.targets) is not None:

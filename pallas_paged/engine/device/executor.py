@@ -308,8 +308,9 @@ class Executor:
         if batch.chunks is not None or self.placement.mesh is not None:
             return batch
         rows = batch.decode_slots, batch.num_steps
-        if self._decoding is None or not all(map(np.array_equal, self._decoding[0], rows)):
-            self._decoding = rows, self.placement.put(rows)
+        key = tuple(one.tobytes() for one in rows)
+        if self._decoding is None or self._decoding[0] != key:
+            self._decoding = key, self.placement.put(rows)
         decode_slots, num_steps = self._decoding[1]
         return replace(batch, decode_slots=decode_slots, num_steps=num_steps)
 

@@ -60,7 +60,7 @@ def ragged_paged_attention(
         queries, keys, values, kv_lens, cu_q_lens, distribution, attention_sink: as there.
         kv_cache_fused: `kv_cache` there.
         page_indices: i32 of any length; the pages of row b begin at `cu_kv_lens[b] // page_size`.
-        cu_kv_lens: i32`[S + 1]`, sums of the lengths, each rounded up to whole pages.
+        cu_kv_lens: i32`[S + 1]`, sums of the lengths, each rounded up to full pages.
         custom_mask: only None.
         causal: 0 lets a query see later keys of its row.
         sm_scale: a number or, as where a layer has no scaling of its own, a traced f32`[]`.

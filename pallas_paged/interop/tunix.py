@@ -68,7 +68,7 @@ class EngineRollout(base_rollout.BaseRollout):
         """Return a completion for each prompt, with the stop token that ended it.
 
         Args:
-            prompts: texts. Those longer than `rollout_config.max_prompt_length` are kept whole.
+            prompts: texts. Those longer than `rollout_config.max_prompt_length` are kept in full.
             rollout_config: lengths and sampling. `logits` are not returned.
             **kwargs: not used.
         """

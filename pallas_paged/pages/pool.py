@@ -165,7 +165,7 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike | None, slots: ArrayLike
     Into int8 and fp8 pages a token of a head goes as `round(x / scale)`, ties to even, saturated at
     127 (int8) or 448 (float8_e4m3fn). Its scale, max|x| over that, is written too, one for K and
     one for V. Tokens so small that the scale is no normal float32 become zeros, with a scale of 0.
-    A token with NaN or infinity in it has a scale of NaN, and so is NaN as a whole. Under one scale
+    A token with NaN or infinity in it has a scale of NaN, and so all of it is NaN. Under one scale
     for the layer, infinities saturate, and NaN stays NaN in float8_e4m3fn but becomes 0 in int8.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which page holds the K/V of which prefix, so that a sequence can begin with cached pages.
+"""An index from token prefixes to pages with their K/V, so that sequences can begin with them.
 
 Host side and integers only: no arrays, no K/V. The cache returns the pages that its caller must
 `retain`, `attach` and `release` in the `PageTable`; then a cached page is never free and never
@@ -133,7 +133,7 @@ class PrefixCache:
         """Find the longest cached prefix of full pages, and hold it until the lease is released.
 
         At least the last token is left out, so that there is a query to compute: of a prompt that
-        is cached as a whole, the page with the last token is not used.
+        is cached in full, the page with the last token is not used.
 
         Args:
             tokens: the sequence.

@@ -54,7 +54,7 @@ def checked_scales(
 
 
 def checked_layer_scales(name: str, given: Any, num_layers: int) -> list[float]:
-    """Return scales of whole layers, a positive number for each.
+    """Return scales of layers, a positive number for each.
 
     Raises:
         ValueError: they are something else.

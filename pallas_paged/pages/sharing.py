@@ -56,7 +56,7 @@ def attach(
     """Attach full pages that are held already, such as a cached prefix, to empty rows.
 
     The pages become the first blocks of the row, shared with their other holders. Every entry reads
-    the table as it was before the call, and succeeds as a whole or not at all. An entry whose row
+    the table as it was before the call, and succeeds in full or not at all. An entry whose row
     lies outside [0, max_seqs) is padding: not ok and otherwise ignored. An entry also fails when
     the row holds tokens or an earlier entry has the same row; when one of its pages is free,
     partial, named twice or after padding; or when it names more than `pages_per_seq` pages.

@@ -18,7 +18,7 @@ from pallas_paged.experts.kernels.config import (
     few_rows_config,
     many_rows_config,
 )
-from pallas_paged.experts.kernels.grouped import Epilogue, Operands, grouped_product
+from pallas_paged.experts.kernels.grouped import Epilogue, GroupedInputs, grouped_product
 from pallas_paged.experts.plan import Groups, Tiles, sort_pairs, tiles_of
 from pallas_paged.experts.xla import weighted_sum
 from pallas_paged.kernels.device import Device
@@ -41,7 +41,7 @@ def grouped_matmul(
     )
     more = max(-num_rows % ALIGN, config.copy_rows - num_rows)  # what a copy needs
     tiles = tiles_of(with_rest, num_rows=num_rows, block=config.block_rows, align=ALIGN)
-    inputs = Operands(
+    inputs = GroupedInputs(
         x=jnp.pad(x, ((0, more), (0, 0))),
         rows=None,
         w=w,
@@ -57,7 +57,7 @@ def weight_gradient(a: jax.Array, b: jax.Array, groups: Groups, *, interpret: bo
     """Return `[G, K, N]`: for each group the product of its rows of `a [M, K]` and `b [M, N]`."""
     more = max(-len(a) % ALIGN, WG_ROWS - len(a))
     a, b = (jnp.pad(x, ((0, more), (0, 0))) for x in (a, b))
-    inputs = gradient.Operands(a=a, b=b, starts=groups.starts, sizes=groups.sizes)
+    inputs = gradient.GradientInputs(a=a, b=b, starts=groups.starts, sizes=groups.sizes)
     programs = _num_programs(interpret)
     return gradient.weight_gradient(inputs, num_programs=programs, interpret=interpret)
 
@@ -114,7 +114,7 @@ def _many_rows(
             num_programs=_num_programs(interpret),
         )
         tiles = tiles_of(pairs.groups, num_rows=num_rows, block=config.block_rows)
-        inputs = Operands(
+        inputs = GroupedInputs(
             x=x,
             rows=rows,
             w=product.w,
@@ -168,7 +168,7 @@ def _few_rows(
             num_programs=_num_programs(interpret),
             **product.sizes,
         )
-        inputs = Operands(
+        inputs = GroupedInputs(
             x=rows, rows=None, w=product.w, bias=product.bias, fields=fields, count=count
         )
         how = dataclasses.replace(product.how, has_same_rows=product.how.is_pair)

@@ -64,7 +64,7 @@ class Epilogue:
 
 
 @pytree
-class Operands:
+class GroupedInputs:
     """Inputs of the kernel: arrays or refs.
 
     Attributes:
@@ -108,7 +108,7 @@ def _scratch_types(config: GroupedConfig, how: Epilogue, dtype: Any, copies_rows
 
 
 def _grouped_kernel(
-    inputs: Operands,
+    inputs: GroupedInputs,
     out: Any,
     scratch: Scratch,
     *,
@@ -286,7 +286,7 @@ def activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "config", "how", "interpret"))
 def grouped_product(
-    inputs: Operands,
+    inputs: GroupedInputs,
     *,
     num_rows: int,
     config: GroupedConfig,
@@ -317,7 +317,9 @@ def grouped_product(
     return out[:, :num_columns]
 
 
-def _padded(inputs: Operands, config: GroupedConfig, how: Epilogue) -> tuple[Operands, int]:
+def _padded(
+    inputs: GroupedInputs, config: GroupedConfig, how: Epilogue
+) -> tuple[GroupedInputs, int]:
     width = config.columns // (2 if how.is_pair else 1)
     column_axis = 1 if how.transpose_rhs else 2
     k_axis = {2: 1, 1: inputs.w.ndim - 1}[column_axis]

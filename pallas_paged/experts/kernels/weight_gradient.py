@@ -31,7 +31,7 @@ _REGISTERS = (232, 40)
 
 
 @pytree
-class Operands:
+class GradientInputs:
     """Inputs of the kernel: arrays or refs.
 
     Attributes:
@@ -70,7 +70,7 @@ def _scratch_types(columns: int, dtype: Any) -> Scratch:
 
 
 def _gradient_kernel(
-    inputs: Operands, out: Any, scratch: Scratch, *, num_programs: int, interpret: bool
+    inputs: GradientInputs, out: Any, scratch: Scratch, *, num_programs: int, interpret: bool
 ) -> None:
     """Run one program: the first warpgroups multiply, the last one sends."""
     (num_groups,), k = inputs.starts.shape, inputs.a.shape[1]
@@ -186,7 +186,9 @@ def _gradient_kernel(
 
 
 @functools.partial(jax.jit, static_argnames=("num_programs", "interpret"))
-def weight_gradient(inputs: Operands, *, num_programs: int, interpret: bool = False) -> jax.Array:
+def weight_gradient(
+    inputs: GradientInputs, *, num_programs: int, interpret: bool = False
+) -> jax.Array:
     """Return `[G, K, N]`, for M a multiple of 8, and K and N multiples of 64."""
     num_groups, k, n = len(inputs.starts), inputs.a.shape[1], inputs.b.shape[1]
     columns = min(_COLUMNS, pl.cdiv(n, 128) * 128)
@@ -198,7 +200,7 @@ def weight_gradient(inputs: Operands, *, num_programs: int, interpret: bool = Fa
         )
     out = ops.run_kernel(
         functools.partial(_gradient_kernel, num_programs=num_programs, interpret=interpret),
-        Operands(a=a, b=b, starts=inputs.starts, sizes=inputs.sizes),
+        GradientInputs(a=a, b=b, starts=inputs.starts, sizes=inputs.sizes),
         jax.ShapeDtypeStruct((num_groups * a.shape[1], b.shape[1]), a.dtype),
         _scratch_types(columns, a.dtype),
         name="grouped_weight_gradient",

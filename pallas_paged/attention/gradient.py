@@ -36,7 +36,8 @@ _DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
 class _LocalGradient:
     """The gradient of a call on the arrays of one device.
 
-    It takes the arrays of the call, its `out` and `lse`, and their gradients.
+    It takes the arrays of the call, its `out` and `lse`, and their gradients, that of `lse` if
+    there is one.
 
     Attributes:
         names, kv_layout, device, options: of the call.
@@ -44,7 +45,6 @@ class _LocalGradient:
         interpret: whether kernels are interpreted.
         families: names of the families whose kernels may make them; the first that can does, and
             XLA if none can.
-        with_d_lse: whether a gradient of `lse` is given.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,6 @@ class _LocalGradient:
     options: LogitOptions
     interpret: bool
     families: tuple[str, ...]
-    with_d_lse: bool
 
     @property
     def one_device(self) -> bool:
@@ -159,7 +158,6 @@ def with_gradient(
             options=local.how.logits,
             interpret=local.how.interpret,
             families=local.gradient_families(arrays),
-            with_d_lse=bool(d_lse),
         )
         axes = dict(zip(local.names, rule.inputs, strict=True))
         of_out = rule.outputs[0]

@@ -26,8 +26,9 @@ from bench.measuring.options import PLAIN
 from bench.measuring.report import table
 from bench.measuring.shapes import Case, Shape, make_case
 from bench.prefill import shapes as prefill_shapes
+from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
-from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
+from pallas_paged.kernels.mosaic_sm80 import heuristics as sm80
 from pallas_paged.kernels.mosaic_sm90 import config as sm90_config
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.triton import config as triton_config
@@ -73,7 +74,7 @@ class Kernel:
 
     Attributes:
         call: the attention function.
-        heuristic: returns the heuristic's config for the arguments of `sizes` and `num_sms`.
+        heuristic: returns the heuristic's config for `Sizes`.
         fits: whether an SM can hold `programs` programs of a config.
         shapes: the shapes to search for.
         tiny: a shape small enough for a CPU.
@@ -112,12 +113,12 @@ def _mosaic_sm80_fits(config: Any, programs: int, shape: Shape) -> bool:
     sizes = {"head_dim": shape.head_dim, "itemsize": shape.itemsize}
     if isinstance(config, pp.MosaicSm80DecodeConfig):
         group = shape.num_q_heads // shape.num_kv_heads
-        needed = sm80_config.decode_shared_memory(config, group=group, **sizes)
+        needed = sm80.decode_shared_memory(config, group=group, **sizes)
         return programs * (needed + 1024) <= _SM_BYTES
     # A thread has registers for 64 rows of a large head_dim, and takes up to 255 of them.
     if config.rows_per_warpgroup > 64 and shape.head_dim > 128:
         return False
-    needed = sm80_config.ragged_shared_memory(config, **sizes)
+    needed = sm80.ragged_shared_memory(config, **sizes)
     return config.num_warpgroups * programs <= 2 and programs * (needed + 1024) <= _SM_BYTES
 
 
@@ -143,10 +144,10 @@ KERNELS = {  # the class of a config chooses the implementation
         _RAGGED, heuristic=sm90_config.ragged_config, fits=_mosaic_sm90_fits
     ),
     "mosaic_sm80_decode": dataclasses.replace(
-        _DECODE, heuristic=sm80_config.decode_config, fits=_mosaic_sm80_fits
+        _DECODE, heuristic=sm80.decode_config, fits=_mosaic_sm80_fits
     ),
     "mosaic_sm80_ragged": dataclasses.replace(
-        _RAGGED, heuristic=sm80_config.ragged_config, fits=_mosaic_sm80_fits
+        _RAGGED, heuristic=sm80.ragged_config, fits=_mosaic_sm80_fits
     ),
 }
 
@@ -176,7 +177,7 @@ def sizes_of(kernel: Kernel, shape: Shape) -> dict[str, int]:
 
 def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
     """The heuristic's config for a shape."""
-    return kernel.heuristic(**sizes_of(kernel, shape))
+    return kernel.heuristic(Sizes(**sizes_of(kernel, shape)))
 
 
 def neighbours(kernel: Kernel, config: Any, shape: Shape) -> list[Any]:

@@ -22,7 +22,7 @@ from pallas_paged.kernels.call import Arrays, Call, Kernel
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
-from pallas_paged.kernels.mosaic_sm80.config import prefer_decode
+from pallas_paged.kernels.mosaic_sm80.heuristics import prefer_decode
 from pallas_paged.kernels.mosaic_sm90.config import prefer_ragged
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
@@ -274,9 +274,7 @@ def best_implementation(call: Call) -> Implementation:
         kind = type(call.config)
         return next(name for name in names[::-1] if FAMILIES[name].configs[call.kernel] is kind)
     prefer_mosaic = prefer_decode if call.kernel == "decode" else prefer_ragged
-    device = call.device
-    facts: dict[str, Any] = dict(num_sms=device.num_sms, read_gbps=device.read_gbps)
-    if call.rope_dim or prefer_mosaic(group=call.group, **facts, **call.sizes):
+    if call.rope_dim or prefer_mosaic(call.for_heuristics):
         names = ["mosaic_sm90", "triton", "mosaic_sm80"]
     return next((name for name in names if FAMILIES[name].why_not(call) is None), "xla")
 

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
 from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
 Kernel = Literal["decode", "ragged"]
@@ -132,6 +132,43 @@ def varying_by_device(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What heuristics know of a call: its sizes and its device.
+
+    Rows are assumed to have `max_kv_len` tokens: a call with a wide table and short rows gets the
+    config of long rows.
+
+    Attributes:
+        num_tokens, expected_seqs: of ragged calls, packed query tokens and the rows that they are
+            likely to be of; else 0.
+        page_size: of decode calls; else 0.
+        itemsize: bytes of an element of K and V.
+        num_sms, shared_memory, read_gbps: of the `Device`.
+        Others: as in `Call`.
+    """
+
+    num_seqs: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_kv_len: int
+    itemsize: int
+    num_tokens: int = 0
+    expected_seqs: int = 0
+    page_size: int = 0
+    rope_dim: int = 0
+    v_head_dim: int | None = None
+    num_sms: int
+    shared_memory: int = HOPPER_SHARED_MEMORY
+    read_gbps: float = 0.0
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """Static description of one attention call.
 
@@ -195,12 +232,7 @@ class Call:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that choose an implementation and a config: the arguments of heuristics.
-
-        Heuristics also take `num_sms`, streaming multiprocessors of the device, and ignore sizes
-        that only others need. `num_tokens` are packed query tokens, `itemsize` the bytes of an
-        element of K and V. Rows are assumed to have `max_kv_len` tokens: a call with a wide table
-        and short rows gets the config of long rows.
+        """The sizes that choose an implementation and a config, as in `Sizes`.
 
         With `fixed_split_size` they are those of one typical batch: the bits of a row must not
         depend on the batch, and so neither may the kernel that computes it.
@@ -224,11 +256,23 @@ class Call:
             return sizes | {"page_size": self.page_size}
         return sizes | {"num_tokens": num_tokens, "expected_seqs": expected_seqs}
 
-    def choose_config(self, heuristics: dict[Kernel, Callable[..., Config]]) -> Config:
+    @property
+    def for_heuristics(self) -> Sizes:
+        """The arguments of heuristics."""
+        device = self.device
+        return Sizes(
+            **self.sizes,
+            rope_dim=self.rope_dim,
+            num_sms=device.num_sms,
+            shared_memory=device.shared_memory,
+            read_gbps=device.read_gbps,
+        )
+
+    def choose_config(self, heuristics: dict[Kernel, Callable[[Sizes], Config]]) -> Config:
         """Return the config given by the caller, or what the family's heuristic chooses."""
         if self.config is not None:
             return self.config
-        config: Any = heuristics[self.kernel](num_sms=self.device.num_sms, **self.sizes)
+        config: Any = heuristics[self.kernel](self.for_heuristics)
         if self.fixed_split_size is None:
             return config
         return dataclasses.replace(

@@ -106,6 +106,12 @@ def bcast(x: jax.Array, like: jax.Array, axis: int = 0) -> jax.Array:
     return lax.broadcast_in_dim(x, like.shape, (axis,))
 
 
+def swizzled_rows(dtype: Any, width: int) -> tuple[Any, ...]:
+    """Return transforms of shared memory: tiles of 8 rows of `width` swizzled bytes."""
+    tile = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
+    return tile, plgpu.SwizzleTransform(width)
+
+
 def load(ref: Any, layout: Any) -> jax.Array:
     """Load a ref to device memory, or to plain rows in shared memory, into registers."""
     load_from: Any = plgpu.load  # its signature differs between versions of JAX
@@ -222,11 +228,6 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def wgmma(a: Any, b: Any) -> jax.Array:
-    """Return f32 `a @ b` of refs to shared memory."""
-    return wgmma_beside(a, b, lambda: None)[0]
-
-
 def wgmma_beside(a: Any, b: Any, overlap: Callable[[], Any]) -> tuple[jax.Array, Any]:
     """Return f32 `a @ b` of refs to shared memory, and the loads of `overlap` during it."""
 
@@ -250,7 +251,7 @@ def wgmma_accumulate(
     if interpret:  # it takes neither an accumulator that starts with a value nor registers as `a`
         overlap()
         if not isinstance(a, jax.Array):
-            return acc + wgmma(a, b)
+            return acc + wgmma_beside(a, b, lambda: None)[0]
         acc = acc + dot(a, b[...])
         plgpu.commit_smem()  # otherwise the interpreter lets the next copy overtake this read
         return acc

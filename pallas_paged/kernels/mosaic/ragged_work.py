@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
-from pallas_paged.kernels.logits import LogitOptions, visible
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import (
@@ -31,6 +31,21 @@ class WorkDescriptor(Tiles):
     """A work item: scalars of its tile, and the index of its partial state, or -1."""
 
     partial: Any
+
+    @property
+    def before(self) -> Any:
+        """Keys older than all queries of the sequence."""
+        return self.kv_len - self.q_len
+
+    def last_seen(self, positions: jax.Array, *, causal: bool) -> jax.Array:
+        """Return the last key i32`[R]` that queries at these positions see, but for a tree mask.
+
+        Args:
+            causal: whether a query sees no later key.
+        """
+        last = jnp.minimum(positions, self.kv_len - 1)
+        # Else one value for all rows, but a vector: scalars alone have no layout to infer.
+        return last if causal else jnp.maximum(last, self.kv_len - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,57 +151,60 @@ def tree_bits(tree_mask: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def visible_in_block(
-    keys: jax.Array,
-    positions: jax.Array,
-    options: LogitOptions,
-    *,
-    first_key: Any,
-    last: jax.Array,
-    before: Any,
-    tree_words: Any,
-    layout: Any = ops.WGMMA,
-) -> jax.Array:
-    """Return which keys of a block each query row of a warpgroup sees.
+def positions_in_logits(arrays: Arrays, options: LogitOptions) -> jax.Array | None:
+    """Return `arrays.q_positions` where logits depend on positions, else None."""
+    depend = arrays.alibi_slopes is not None or options.sliding_window is not None
+    return arrays.q_positions if depend else None
 
-    Args:
-        keys: i32`[64, block_k]`, their positions.
-        positions: i32`[64]`, of the queries.
-        first_key: the first of `keys`.
-        last: i32`[64]`, the last key that each query sees.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryRows:
+    """What the logits of query rows depend on, and which keys the rows see.
+
+    Attributes:
+        options: of the logits.
         before: keys older than all queries of the sequence.
-        tree_words: `Work.tree_words` of the warpgroup, or None.
-        layout: of `keys`, which may have other rows than 64 then.
+        positions: i32`[R]`.
+        last_seen: i32`[R]`, the last key that each may see.
+        slopes: f32`[R]` of ALiBi, or None.
+        tree_words: i32`[words, R]`, the bits of each row's tree mask, the last word 0; or None.
+        layout: of matrices of the rows in registers.
     """
-    tree = functools.partial(_visible_in_tree, tree_words, first_key, before, keys, layout)
-    return visible(
-        keys,
-        positions,
-        options,
-        last=last,
-        tree=None if tree_words is None else tree,
-        bcast=functools.partial(ops.bcast, like=keys),
-    )
 
+    options: LogitOptions
+    before: Any
+    positions: jax.Array
+    last_seen: jax.Array
+    slopes: jax.Array | None
+    tree_words: Any
+    layout: Any = ops.WGMMA
 
-def _visible_in_tree(
-    words_ref: Any, first_key: Any, before: Any, keys: jax.Array, layout: Any
-) -> jax.Array:
-    """Return which keys each row sees under its tree mask.
+    def logits(self, s: jax.Array, keys: jax.Array) -> tuple[jax.Array, Any]:
+        """Return `base2_logits` of q.k f32`[R, K]` for keys at positions i32`[R, K]`."""
+        if self.slopes is None:
+            return base2_logits(s, self.options, None, keys)
+        distances = keys - ops.bcast(self.positions, s)
+        return base2_logits(s, self.options, ops.bcast(self.slopes, s), distances)
 
-    Args:
-        words_ref: i32`[words, 64]`, `Work.tree_words` of one warpgroup.
-        first_key: the first of `keys`.
-        before: keys older than the tree; all rows see them.
-        keys: i32`[64, block_k]`.
-        layout: of `keys`.
-    """
-    newest = keys - before
-    first_word = (first_key - before) >> 5
-    bits = ops.full(keys.shape, 0, layout, jnp.int32)
-    for i in range((keys.shape[1] + 30) // 32 + 1):  # the first key may be any bit of its word
-        # Words past the end of a mask are 0, as the last one is.
-        word = jnp.clip(first_word + i, 0, words_ref.shape[0] - 1)
-        word = ops.load(words_ref.at[word], layout.reduce(1))
-        bits = jnp.where(newest >> 5 == first_word + i, ops.bcast(word, keys), bits)
-    return (newest < 0) | ((bits >> (newest & 31)) & 1 == 1)
+    def sees(self, first_key: Any, keys: jax.Array) -> jax.Array:
+        """Return which keys of a block, at positions i32`[R, K]` from `first_key` on, rows see."""
+        tree = functools.partial(self._sees_in_tree, first_key, keys)
+        return visible(
+            keys,
+            self.positions,
+            self.options,
+            last=self.last_seen,
+            tree=None if self.tree_words is None else tree,
+            bcast=functools.partial(ops.bcast, like=keys),
+        )
+
+    def _sees_in_tree(self, first_key: Any, keys: jax.Array) -> jax.Array:
+        newest = keys - self.before
+        first_word = (first_key - self.before) >> 5
+        bits = ops.full(keys.shape, 0, self.layout, jnp.int32)
+        for i in range((keys.shape[1] + 30) // 32 + 1):  # the first key may be any bit of its word
+            # Words past the end of a mask are 0, as the last one is.
+            word = jnp.clip(first_word + i, 0, self.tree_words.shape[0] - 1)
+            word = ops.load(self.tree_words.at[word], self.layout.reduce(1))
+            bits = jnp.where(newest >> 5 == first_word + i, ops.bcast(word, keys), bits)
+        return (newest < 0) | ((bits >> (newest & 31)) & 1 == 1)

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_paged.kernels.call import Call
+
 V_HEAD_DIMS = ((192, 128),)  # of K and of V of ragged calls, where they differ
 
 
@@ -27,6 +29,14 @@ def why_not_jax() -> str | None:
     except TypeError:
         return reason
     return None
+
+
+def why_not_memory(call: Call, config: Any, needed: int) -> str | None:
+    """Return why a program of a call that needs `needed` bytes of shared memory can't run."""
+    limit = call.device.shared_memory
+    if needed <= limit:
+        return None
+    return f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
 
 
 def shared_memory_bytes(types: Any, params: Any) -> int:

@@ -34,7 +34,7 @@ from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, split_
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
-from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota
+from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota, load_shared
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
 from pallas_paged.kernels.mosaic_sm80.config import (
     MosaicSm80DecodeConfig,
@@ -171,7 +171,7 @@ def attend(
 
     def operands(ref):
         """Return K or V in registers as the right side of a product: one matrix or two."""
-        x = ops.load(ref, layouts.rhs)
+        x = load_shared(ref, layouts.rhs)
         if jnp.dtype(heads.kv_dtype).itemsize > 1:
             return [x]
         return one_byte.to_f16(x, heads.kv_dtype, layouts.rhs, interpret=interpret)
@@ -206,12 +206,12 @@ def attend(
         s = full((heads.rows, block_k), 0.0, layouts.acc)
         keys_t = operands(blocks.k.at[stage].transpose((1, 0)))
         for ref, k in zip(scratch.q, keys_t, strict=True):  # q in registers would take too many
-            s = mma(s, ops.load(ref, layouts.lhs), k)
+            s = mma(s, load_shared(ref, layouts.lhs), k)
         keys = block * block_k + iota(s.shape, 1, layouts.acc)
         if q_scales is not None:
             s = s * bcast(q_scales, s)
         if by_token:
-            s = s * bcast(ops.load(blocks.k_scales.at[stage], layouts.col), s, 1)
+            s = s * bcast(load_shared(blocks.k_scales.at[stage], layouts.col), s, 1)
         slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
         factor = 1.0
         if only_factor is None:
@@ -224,7 +224,7 @@ def attend(
         significands = inverses = None
         if blocks.v_scales is not None:
             # The maximum is taken over the weights, since f16 has a small range.
-            v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
+            v_scales = load_shared(blocks.v_scales.at[stage], layouts.col)
             exponents, significands, inverses = split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
 
@@ -243,7 +243,7 @@ def attend(
         l_new = l_i * bcast(alpha, l_i) + p
         scratch.p[...] = weights.astype(scratch.p.dtype)
         ops.barrier(interpret=interpret)
-        weights = ops.load(scratch.p, layouts.lhs)
+        weights = load_shared(scratch.p, layouts.lhs)
         values = operands(blocks.v.at[stage])
         acc = [mma(a * bcast(alpha, a), weights, v) for a, v in zip(acc, values, strict=True)]
         return q_scales, (m_new, l_new, acc)

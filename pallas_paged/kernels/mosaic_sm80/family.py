@@ -12,9 +12,8 @@ from pallas_paged.kernels.call import Call, Kernel
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.family import Family
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm80.config import (
-    MosaicSm80DecodeConfig,
-    MosaicSm80RaggedConfig,
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
+from pallas_paged.kernels.mosaic_sm80.heuristics import (
     decode_config,
     decode_shared_memory,
     ragged_config,
@@ -103,16 +102,12 @@ def _why_not_call(call: Call) -> str | None:
             "has registers for 64 query rows of a warpgroup, not for "
             f"{config.rows_per_warpgroup}, with head_dim={v_head_dim}"
         )
-    sizes: dict[str, Any] = {
-        "group": call.group,
-        "head_dim": call.head_dim,
-        "itemsize": call.kv_dtype.itemsize,
-    }
+    sizes: dict[str, Any] = dict(head_dim=call.head_dim, itemsize=call.kv_dtype.itemsize)
     if call.kernel == "decode":
-        needed = decode_shared_memory(config, **sizes)
+        needed = decode_shared_memory(config, group=call.group, **sizes)
     else:
         needed = ragged_shared_memory(config, v_head_dim=call.v_head_dim, **sizes)
-    return _why_not_memory(call, config, needed)
+    return mosaic_support.why_not_memory(call, config, needed)
 
 
 def _why_not_dtype(call: Call) -> str | None:
@@ -144,26 +139,13 @@ def _why_not_latents(call: Call) -> str | None:
     needed = latent_shared_memory(
         config, head_dim=call.head_dim, rope_dim=call.rope_dim, itemsize=itemsize
     )
-    return _why_not_memory(call, config, needed)
-
-
-def _why_not_memory(call: Call, config: Any, needed: int) -> str | None:
-    limit = call.device.shared_memory
-    if needed > limit:
-        return (
-            f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
-        )
-    return None
+    return mosaic_support.why_not_memory(call, config, needed)
 
 
 def _config_of(call: Call) -> Any:
     """Return the config given by the caller, or what the heuristic chooses for the device."""
-    memory = call.device.shared_memory
     if call.rope_dim:
-        choose = functools.partial(latent_config, rope_dim=call.rope_dim, shared_memory=memory)
-        return call.choose_config({"decode": choose, "ragged": choose})
-    heuristics: dict[Kernel, Callable[..., Any]] = {
-        "decode": functools.partial(decode_config, shared_memory=memory),
-        "ragged": functools.partial(ragged_config, shared_memory=memory),
-    }
+        return call.choose_config({"decode": latent_config, "ragged": latent_config})
+    heuristics: dict[Kernel, Callable[..., Any]]
+    heuristics = {"decode": decode_config, "ragged": ragged_config}
     return call.choose_config(heuristics)

@@ -34,13 +34,12 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.latent_decode import MOST_DECODE_HEADS, latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
-    LatentInputs,
     RaggedProgram,
     query_operands,
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Pages
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedInputs, RowOperands
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
@@ -74,11 +73,11 @@ def latent_attention(
         shape = PlanShape.of(arrays, config, options, group=group, num_programs=num_programs)
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
-    inputs = LatentInputs(
+    inputs = RaggedInputs(
         q=query_operands(arrays),
         pages=Pages.of(arrays),
         items=plan.items,
-        **row_operands(arrays, options, num_tiles=num_tiles, count=block_q),
+        of_rows=RowOperands.of(arrays, options, num_tiles=num_tiles, count=block_q),
     )
     partials = (num_tiles, shape.num_partials, block_q)
     num_rows = num_tokens * num_q_heads

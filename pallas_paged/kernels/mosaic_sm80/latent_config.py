@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
+from pallas_paged.kernels.call import Sizes
 
 # Elements of a row of shared memory, and of a product: a latent and its rotary key are multiples.
 LATENT_COLUMNS = 64
@@ -84,29 +84,14 @@ def latent_shared_memory(
     return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
 
 
-def latent_config(
-    *,
-    num_q_heads: int,
-    head_dim: int,
-    rope_dim: int,
-    max_kv_len: int,
-    num_seqs: int,
-    itemsize: int,
-    num_sms: int,
-    num_tokens: int | None = None,
-    shared_memory: int = HOPPER_SHARED_MEMORY,
-    **_: int,
-) -> LatentConfig:
-    """Return the heuristic config of a call, from `Call.sizes` and `rope_dim`.
-
-    Args:
-        num_tokens: None for one a sequence.
-        shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
-    """
-    rows = num_q_heads * (num_seqs if num_tokens is None else num_tokens)
+def latent_config(sizes: Sizes) -> LatentConfig:
+    """Return the heuristic config of a call, of one token a sequence or with `num_tokens`."""
+    num_seqs, num_q_heads, num_sms = sizes.num_seqs, sizes.num_q_heads, sizes.num_sms
+    head_dim, rope_dim, itemsize = sizes.head_dim, sizes.rope_dim, sizes.itemsize
+    rows = num_q_heads * (sizes.num_tokens or num_seqs)
     block_q = 16 if rows <= 16 * num_seqs else 32
     loops = _LOOPS if itemsize > 1 else _LOOPS_ONE_BYTE
-    few_keys = block_q == 16 and num_seqs * max_kv_len < _MANY_KEYS * num_sms
+    few_keys = block_q == 16 and num_seqs * sizes.max_kv_len < _MANY_KEYS * num_sms
     for programs_per_sm, block_k, num_stages in loops[block_q]:
         if programs_per_sm > 1 and few_keys:
             continue
@@ -116,9 +101,9 @@ def latent_config(
         needed = latent_shared_memory(
             config, head_dim=head_dim, rope_dim=rope_dim, itemsize=itemsize
         )
-        if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
+        if needed + 1024 <= (sizes.shared_memory + 1024) // programs_per_sm:
             break
     tiles = head_tiles(num_q_heads, block_q)
-    num_blocks = (rows // (tiles * block_q) + num_seqs) * -(-max_kv_len // config.block_k)
+    num_blocks = (rows // (tiles * block_q) + num_seqs) * -(-sizes.max_kv_len // config.block_k)
     per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
     return dataclasses.replace(config, num_programs=per_tile * tiles)

@@ -26,13 +26,16 @@ from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
-    LatentInputs,
     LatentProgram,
     query_operands,
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Pages
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, row_operands
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
+    RaggedInputs,
+    RaggedRows,
+    RowOperands,
+)
 from pallas_paged.kernels.mosaic_sm80.ring import can_prefetch
 
 MOST_DECODE_HEADS = 16  # a program has all of them
@@ -134,11 +137,11 @@ def latent_decode(
         num_kv_heads=1,
         max_kv_len=arrays.max_kv_len,
     )
-    inputs = LatentInputs(
+    inputs = RaggedInputs(
         q=query_operands(arrays),
         pages=Pages.of(arrays),
         items=None,
-        **row_operands(arrays, options, num_tiles=1, count=config.block_q),
+        of_rows=RowOperands.of(arrays, options, num_tiles=1, count=config.block_q),
     )
     lens = arrays.seq_lens, plan.unit_ends(arrays.seq_lens)
     states = (1, plan.num_partials, config.block_q)

@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
+from pallas_paged.kernels.logits import LogitOptions, split_scales
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
-from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota
+from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota, load_shared
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
@@ -25,29 +25,9 @@ from pallas_paged.kernels.mosaic_sm80.latent_config import (
     LatentConfig,
     latent_columns,
 )
-from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows
+from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedInputs, RaggedRows
 from pallas_paged.kernels.mosaic_sm80.ring import Span, for_each_block
-
-
-@pytree
-class LatentInputs:
-    """Operands of the kernel, or refs to them.
-
-    Attributes:
-        q: `[T * Hq, D]`, and `[T * Hq, rope_dim]`; with one-byte pages pairs as i32`[.., D / 2]`.
-        pages: the latents and the block tables.
-        items: i32`[num_items, 16]`, packed descriptors of the work items; None in decoding.
-        Others: from `row_operands`, of each head tile.
-    """
-
-    q: list[Any]
-    pages: Pages
-    items: Any
-    alibi_slopes: Any
-    sinks: Any
-    positions: Any
-    tree_words: Any
 
 
 @pytree
@@ -90,7 +70,7 @@ def scratch_types(arrays: Arrays, config: LatentConfig) -> LatentScratch:
 
 
 def query_operands(arrays: Arrays) -> list[jax.Array]:
-    """Return `LatentInputs.q` of a call. Nothing is copied."""
+    """Return `RaggedInputs.q` of a call. Nothing is copied."""
     found = [x.reshape(-1, x.shape[-1]) for x in (arrays.q, arrays.q_pe) if x is not None]
     if arrays.k_pages.dtype.itemsize > 1:
         return found
@@ -118,7 +98,7 @@ class LatentProgram:
         Others: as in the kernel's call.
     """
 
-    inputs: LatentInputs
+    inputs: RaggedInputs
     scratch: LatentScratch
     options: LogitOptions
     num_q_heads: int
@@ -178,19 +158,19 @@ class LatentProgram:
         block_k, pages = blocks.k.shape[1], inputs.pages
         mma = functools.partial(ops.mma, interpret=interpret)
         span = self.span_of(work, rows)
-        positions, slopes, visible = rows.logit_operands(work, inputs, options, causal=self.causal)
+        queries = rows.in_logits(work, inputs.of_rows, options, causal=self.causal)
         of_values = parts_of(scratch.q[0][0].shape[1])
         of_queries = [(i, part) for i in range(2) for part in parts_of(scratch.q[i][0].shape[1])]
 
         def operands(ref):
             """Return keys or values as the right side of a product: one matrix or two."""
-            x = ops.load(ref, layouts.rhs)
+            x = load_shared(ref, layouts.rhs)
             if scratch.arrived is None:
                 return [x]
             return one_byte.to_f16(x, self.kv_dtype, layouts.rhs, interpret=interpret)
 
         def masked(block, keys, s):
-            return jnp.where(visible(block * block_k, keys), s, -jnp.inf)
+            return jnp.where(queries.sees(block * block_k, keys), s, -jnp.inf)
 
         def logits(block, stage, q_scales):
             """Return logits in base 2, without their factor."""
@@ -198,17 +178,13 @@ class LatentProgram:
             for (i, of_q), of_k in zip(of_queries, parts_of(blocks.k.shape[2]), strict=True):
                 k = operands(blocks.k.at[stage, :, of_k].transpose((1, 0)))
                 for ref, x in zip(scratch.q[i], k, strict=True):
-                    s = mma(s, ops.load(ref.at[:, of_q], layouts.lhs), x)
+                    s = mma(s, load_shared(ref.at[:, of_q], layouts.lhs), x)
             keys = block * block_k + iota(s.shape, 1, layouts.acc)
             if q_scales is not None:
                 s = s * bcast(q_scales, s)
             if blocks.k_scales is not None:
-                s = s * bcast(ops.load(blocks.k_scales.at[stage], layouts.col), s, 1)
-            if slopes is None:
-                s, factor = base2_logits(s, options, None, keys)
-            else:
-                distances = keys - bcast(positions, s)
-                s, factor = base2_logits(s, options, bcast(slopes, s), distances)
+                s = s * bcast(load_shared(blocks.k_scales.at[stage], layouts.col), s, 1)
+            s, factor = queries.logits(s, keys)
             all_seen = (block >= work.full_lo) & (block < work.full_hi)
             return lax.cond(
                 all_seen, lambda s: s, functools.partial(masked, block, keys), s
@@ -220,7 +196,7 @@ class LatentProgram:
             significands = inverses = None
             if blocks.k_scales is not None:
                 # The maximum is taken over the weights of V, since f16 has a small range.
-                scales = ops.load(blocks.k_scales.at[stage], layouts.col)
+                scales = load_shared(blocks.k_scales.at[stage], layouts.col)
                 exponents, significands, inverses = split_scales(scales)
                 s, factor = s * factor + bcast(exponents, s, 1), 1.0
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
@@ -233,7 +209,7 @@ class LatentProgram:
             l_new = l_i * bcast(alpha, l_i) + p
             scratch.p[...] = weights.astype(scratch.p.dtype)
             ops.barrier(interpret=interpret)
-            weights, sums = ops.load(scratch.p, layouts.lhs), iter(acc)
+            weights, sums = load_shared(scratch.p, layouts.lhs), iter(acc)
             acc = [
                 mma(x * bcast(alpha, x), weights, v)
                 for part in of_values
@@ -329,7 +305,8 @@ class RaggedProgram(LatentProgram):
 
             @pl.when(work.partial < 0)
             def _():
-                sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
+                sinks = inputs.of_rows.sinks
+                sinks = None if sinks is None else rows.of_heads(sinks)
                 store = functools.partial(
                     ops.store_words,
                     first=rows.first_of_neighbours(),

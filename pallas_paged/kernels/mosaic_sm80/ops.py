@@ -65,11 +65,6 @@ def mma(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.A
     return acc + dot(a, b) if interpret else _plgpu.mma(acc, a, b)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Load swizzled shared memory, or a transposed view of it, by ldmatrix."""
-    return _plgpu.load(ref, layout=layout)
-
-
 def barrier(*, interpret: bool) -> None:
     """Wait for all threads of the program, which then see one another's writes to shared memory."""
     mosaic_ops.inline(lambda utils: utils.warpgroup_barrier(), interpret=interpret)
@@ -92,11 +87,7 @@ def wait_for_copies(num_pending: int, *, interpret: bool) -> None:
 
 def transforms(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:
     """Return the layout of rows of `columns` elements in shared memory, without bank conflicts."""
-    width = swizzle(columns, dtype)
-    return (
-        plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(width),
-    )
+    return mosaic_ops.swizzled_rows(dtype, swizzle(columns, dtype))
 
 
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

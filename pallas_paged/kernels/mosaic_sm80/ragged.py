@@ -31,12 +31,8 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic_sm80.ragged_program import (
-    Program,
-    RaggedInputs,
-    scratch_types,
-)
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
+from pallas_paged.kernels.mosaic_sm80.ragged_program import Program, scratch_types
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedInputs, RowOperands
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 # No reduction goes across warps.
@@ -67,9 +63,9 @@ def ragged_paged_attention(
 
     inputs = RaggedInputs(
         q=arrays.q.reshape(num_tokens * num_q_heads, head_dim),
-        pool=Pool.of(arrays),
+        pages=Pool.of(arrays),
         items=plan.items,
-        **row_operands(arrays, options, num_tiles=num_kv_heads, count=block_q),
+        of_rows=RowOperands.of(arrays, options, num_tiles=num_kv_heads, count=block_q),
     )
     partials = (num_kv_heads, shape.num_partials, block_q)
     outputs = RaggedOutputs.types(
@@ -81,7 +77,7 @@ def ragged_paged_attention(
         v_head_dim=v_head_dim,
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
-        scales_by_token=inputs.pool.scales_by_token,
+        scales_by_token=inputs.pages.scales_by_token,
         interpret=interpret,
     )
 
@@ -114,5 +110,7 @@ def ragged_paged_attention(
         grid_names=("program",),
         **threads,
     )
-    out, lse = merge_ragged(outputs, plan.merges, inputs.sinks, group=group, interpret=interpret)
+    out, lse = merge_ragged(
+        outputs, plan.merges, inputs.of_rows.sinks, group=group, interpret=interpret
+    )
     return of_tokens(out, lse, num_tokens, num_q_heads)

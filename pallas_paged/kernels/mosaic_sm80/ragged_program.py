@@ -13,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
+from pallas_paged.kernels.logits import LogitOptions, split_scales
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
-from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
+from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     gather_rows,
     init_turns,
@@ -30,6 +30,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROWS,
+    RaggedInputs,
     RaggedRows,
     columns_of_part,
     store_rows,
@@ -39,26 +40,6 @@ from pallas_paged.pages.layout import K, V
 
 _COLUMN = ROWS.reduce(0)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
-
-
-@pytree
-class RaggedInputs:
-    """Operands of the kernel, or refs to them.
-
-    Attributes:
-        q: `[T * Hq, D]`.
-        pool: pages, scales and block tables.
-        items: i32`[num_items, 16]`, packed descriptors of the work items.
-        Others: from `row_operands`, of each KV head.
-    """
-
-    q: Any
-    pool: Pool
-    items: Any
-    alibi_slopes: Any
-    sinks: Any
-    positions: Any
-    tree_words: Any
 
 
 @pytree
@@ -75,12 +56,11 @@ def scratch_types(
     config: MosaicSm80RaggedConfig,
     *,
     head_dim: int,
-    v_head_dim: int | None = None,
+    v_head_dim: int,
     dtype: DTypeLike,
     kv_dtype: DTypeLike,
     scales_by_token: bool,
-    interpret: bool = False,
-    **_: Any,
+    interpret: bool,
 ) -> RaggedScratch:
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
@@ -93,7 +73,7 @@ def scratch_types(
         buffers=Buffers.types(
             block_k=config.block_k,
             head_dim=head_dim,
-            v_head_dim=v_head_dim or head_dim,
+            v_head_dim=v_head_dim,
             dtype=dtype,
             kv_dtype=kv_dtype,
             scales_by_token=scales_by_token,
@@ -124,7 +104,7 @@ class Program:
             self.scratch,
             self.interpret,
         )
-        num_kv_heads, v_head_dim = inputs.pool.num_kv_heads, outputs.out.shape[-1]
+        num_kv_heads, v_head_dim = inputs.pages.num_kv_heads, outputs.out.shape[-1]
         num_parts = result_columns(v_head_dim)[0]
         program: Any = lax.axis_index("program")
         part: Any = 0
@@ -149,7 +129,8 @@ class Program:
 
             @pl.when(work.partial < 0)
             def _():
-                sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
+                sinks = inputs.of_rows.sinks
+                sinks = None if sinks is None else rows.of_heads(sinks)
                 scratch.rows[self.wg] = rows.index()
                 store_rows(
                     outputs.out.at[:, columns],
@@ -173,7 +154,7 @@ class Program:
         inputs, scratch, config, options = self.inputs, self.scratch, self.config, self.options
         head_dim, block_k = inputs.q.shape[-1], config.block_k
         stream = Stream(
-            pool=inputs.pool,
+            pool=inputs.pages,
             buffers=scratch.buffers,
             row=work.row,
             kv_head=rows.kv_head,
@@ -205,12 +186,12 @@ class Program:
             wait_for_own_copies(interpret=self.interpret)
             self.barrier()
 
-        positions, slopes, visible = rows.logit_operands(work, inputs, options, causal=self.causal)
+        queries = rows.in_logits(work, inputs.of_rows, options, causal=self.causal)
         k_scale = v_scale = None
-        by_token = inputs.pool.scales_by_token
-        if inputs.pool.k_scales is not None and not by_token:
-            k_scale, v_scale = inputs.pool.k_scales[0], inputs.pool.v_scales[0]
-        only_factor = None if inputs.pool.k_scales is None else options.only_factor(slopes)
+        by_token = inputs.pages.scales_by_token
+        if inputs.pages.k_scales is not None and not by_token:
+            k_scale, v_scale = inputs.pages.k_scales[0], inputs.pages.v_scales[0]
+        only_factor = None if inputs.pages.k_scales is None else options.only_factor(queries.slopes)
         k_factor = 1.0 if only_factor is None else only_factor
 
         def of_tokens(kv, block, like, factor=1.0):
@@ -235,11 +216,8 @@ class Program:
             keys = block * block_k + wgmma_ops.iota(s.shape, 1, ROWS)
             if only_factor is not None:
                 factor = 1.0
-            elif slopes is None:
-                s, factor = base2_logits(s, options, None, keys)
             else:
-                distances = keys - wgmma_ops.bcast(positions, s)
-                s, factor = base2_logits(s, options, wgmma_ops.bcast(slopes, s), distances)
+                s, factor = queries.logits(s, keys)
             v_scales = of_tokens(V, block, s) if by_token else None
             inverses = None
             if by_token and scratch.q.dtype == jnp.float16:
@@ -247,7 +225,7 @@ class Program:
                 exponents, v_scales, inverses = split_scales(v_scales)
                 s, factor = s * factor + exponents, 1.0
             if masked:
-                s = jnp.where(visible(block * block_k, keys), s, -jnp.inf)
+                s = jnp.where(queries.sees(block * block_k, keys), s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             # A maximum that is less than 2 ** 8 too small does no harm, and acc stays as it is.
             m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +16,83 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, tree_bits, visible_in_block
+from pallas_paged.kernels.mosaic.ragged_work import (
+    QueryRows,
+    WorkDescriptor,
+    positions_in_logits,
+    tree_bits,
+)
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import share_chunks
 
 ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
+
+
+@pytree
+class RowOperands:
+    """What kernels read for each query row: arrays, or refs to them.
+
+    Attributes:
+        alibi_slopes, sinks: f32 from `repeat_heads`, of each tile of heads, or None.
+        positions: i32 from `repeat_tokens`; None where queries are the newest tokens of their
+            sequence, or where positions do not matter.
+        tree_words: i32`[B, words, M * G + count]`, the bits of each row's tree mask, or None.
+    """
+
+    alibi_slopes: Any
+    sinks: Any
+    positions: Any
+    tree_words: Any
+
+    @classmethod
+    def of(cls, arrays: Arrays, options: LogitOptions, *, num_tiles: int, count: int) -> Self:
+        """Return the operands of a call.
+
+        Args:
+            num_tiles: tiles side by side that the query heads of a token take.
+            count: rows of a tile.
+        """
+        group = arrays.num_q_heads // num_tiles
+
+        def of_heads(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else repeat_heads(x, num_tiles, count)
+
+        positions, tree_words = positions_in_logits(arrays, options), None
+        if positions is not None:
+            positions = repeat_tokens(positions, group, count)
+        if arrays.tree_mask is not None:
+            words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
+            tree_words = repeat_tokens(words, group, count, axis=2)
+        return cls(
+            alibi_slopes=of_heads(arrays.alibi_slopes),
+            sinks=of_heads(arrays.sinks),
+            positions=positions,
+            tree_words=tree_words,
+        )
+
+
+@pytree
+class RaggedInputs:
+    """Operands of the ragged kernels, or refs to them.
+
+    Attributes:
+        q: `[T * Hq, D]`; of latents `[T * Hq, D]` and `[T * Hq, rope_dim]`, with one-byte pages
+            pairs as i32`[.., D / 2]`.
+        pages: with the block tables.
+        items: i32`[num_items, 16]`, packed descriptors of the work items; None in decoding.
+        of_rows: of the query rows.
+    """
+
+    q: Any
+    pages: Any
+    items: Any
+    of_rows: RowOperands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,45 +146,32 @@ class RaggedRows:
         """Return how many of the rows are within the sequence."""
         return jnp.clip(self.q_len * self.group - self.offset, 0, self.count)
 
-    def logit_operands(
-        self, work: WorkDescriptor, inputs: Any, options: LogitOptions, *, causal: bool
-    ) -> tuple[jax.Array, jax.Array | None, Callable[[Any, jax.Array], jax.Array]]:
-        """Return positions, slopes of ALiBi, and which keys the queries of the rows see.
+    def in_logits(
+        self, work: WorkDescriptor, of_rows: RowOperands, options: LogitOptions, *, causal: bool
+    ) -> QueryRows:
+        """Return what the logits of the rows depend on.
 
         Args:
-            inputs: with refs to what `row_operands` returns.
             causal: whether a query sees no later key.
-
-        Returns:
-            Positions i32`[R]`, slopes f32`[R]` or None, and a function of the first of some keys
-            and of their positions i32`[R, K]`, which returns bool`[R, K]`.
         """
-        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
-        positions = before + self.tokens()
-        last_seen = jnp.minimum(positions, work.kv_len - 1)
-        if not causal:  # one value for all rows, but a vector: scalars have no layout to infer
-            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
-        if inputs.positions is not None:
-            positions = self.of_packed(inputs.positions)
-        slopes = None if inputs.alibi_slopes is None else self.of_heads(inputs.alibi_slopes)
+        positions = work.before + self.tokens()
+        last_seen = work.last_seen(positions, causal=causal)
+        if of_rows.positions is not None:
+            positions = self.of_packed(of_rows.positions)
+        slopes = None if of_rows.alibi_slopes is None else self.of_heads(of_rows.alibi_slopes)
         tree_words = None
-        if inputs.tree_words is not None:
-            first = jnp.minimum(self.offset, inputs.tree_words.shape[-1] - self.count)
-            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, self.count)]
-
-        def visible(first_key: Any, keys: jax.Array) -> jax.Array:
-            return visible_in_block(
-                keys,
-                positions,
-                options,
-                first_key=first_key,
-                last=last_seen,
-                before=before,
-                tree_words=tree_words,
-                layout=self.layout,
-            )
-
-        return positions, slopes, visible
+        if of_rows.tree_words is not None:
+            first = jnp.minimum(self.offset, of_rows.tree_words.shape[-1] - self.count)
+            tree_words = of_rows.tree_words.at[work.row, :, pl.ds(first, self.count)]
+        return QueryRows(
+            options=options,
+            before=work.before,
+            positions=positions,
+            last_seen=last_seen,
+            slopes=slopes,
+            tree_words=tree_words,
+            layout=self.layout,
+        )
 
     def of_heads(self, ref: Any) -> jax.Array:
         """Return f32`[R]` of each row's head, of a ref from `repeat_heads`."""
@@ -144,41 +197,6 @@ def repeat_tokens(x: jax.Array, group: int, count: int, *, axis: int = 0) -> jax
     pads = [(0, 0)] * x.ndim
     pads[axis] = (0, count)
     return jnp.pad(x, pads)
-
-
-def row_operands(
-    arrays: Arrays, options: LogitOptions, *, num_tiles: int, count: int
-) -> dict[str, jax.Array | None]:
-    """Return what kernels read for each row: `alibi_slopes`, `sinks`, `positions`, `tree_words`.
-
-    Args:
-        num_tiles: tiles side by side that the query heads of a token take.
-        count: rows of a tile.
-
-    Returns:
-        Slopes and sinks from `repeat_heads`, or None. `positions` from `repeat_tokens`; None where
-        queries are the newest tokens of their sequence, or where positions do not matter.
-        `tree_words` i32`[B, words, M * G + count]`, the bits of each row's tree mask, or None.
-    """
-    group = arrays.num_q_heads // num_tiles
-
-    def of_heads(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else repeat_heads(x, num_tiles, count)
-
-    positions = tree_words = None
-    if arrays.q_positions is not None and (
-        arrays.alibi_slopes is not None or options.sliding_window is not None
-    ):
-        positions = repeat_tokens(arrays.q_positions, group, count)
-    if arrays.tree_mask is not None:
-        words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
-        tree_words = repeat_tokens(words, group, count, axis=2)
-    return dict(
-        alibi_slopes=of_heads(arrays.alibi_slopes),
-        sinks=of_heads(arrays.sinks),
-        positions=positions,
-        tree_words=tree_words,
-    )
 
 
 def columns_of_part(part: Any, head_dim: int) -> Any:

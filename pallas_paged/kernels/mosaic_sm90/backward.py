@@ -28,15 +28,8 @@ def gradients(
     *,
     options: LogitOptions,
     interpret: bool,
-    blocks: backward_queries.Blocks | None = None,
-    num_stages: int | None = None,
 ) -> dict[str, jax.Array]:
-    """Return the gradients of the fields `names`, as `kernels.backward` wants them.
-
-    Args:
-        blocks: blocks of the kernel of queries; None: by head_dim.
-        num_stages: stages of the kernel of keys; None: by head_dim.
-    """
+    """Return the gradients of the fields `names`, as `kernels.backward` wants them."""
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
     narrow = arrays.head_dim <= 64
     rows = PackedRows.of(arrays)
@@ -54,10 +47,10 @@ def gradients(
 
     found: dict[str, jax.Array] = {}
     if "q" in names:
-        blocks = blocks or backward_queries.Blocks(block_k=128 if narrow else 64, num_stages=2)
-        work = work_of_queries(arrays, rows, block_k=blocks.block_k, options=options)
+        block_k = 128 if narrow else 64
+        work = work_of_queries(arrays, rows, block_k=block_k, options=options)
         dq = backward_queries.queries_gradient(
-            inputs(work), group=group, options=options, blocks=blocks, interpret=interpret
+            inputs(work), group=group, options=options, block_k=block_k, interpret=interpret
         )
         found["q"] = rows.unpack(dq, arrays.cu_q_lens, arrays.q.shape[0])
     if "k_pages" in names or "v_pages" in names:
@@ -69,7 +62,7 @@ def gradients(
             group=group,
             tiles_per_row=tiles_per_row,
             options=options,
-            num_stages=num_stages or (4 if narrow else 2),
+            num_stages=4 if narrow else 2,
             interpret=interpret,
         )
         if TRITON.why_not_jax() is None:

@@ -8,7 +8,6 @@ the blocks of keys that they see through the ring of the forward pass:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -34,16 +33,9 @@ from pallas_paged.kernels.ragged_tiles import for_each_block
 
 _CONSUMERS = 2
 _WG = ROWS // _CONSUMERS
+_STAGES = 2
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """Sizes of the ring of keys and values."""
-
-    block_k: int
-    num_stages: int
 
 
 @pytree
@@ -59,7 +51,7 @@ class QueriesScratch:
     both: Any  # barrier of the two consumers
 
     @classmethod
-    def types(cls, blocks: Blocks, *, head_dim: int, page_size: int, dtype: Any) -> QueriesScratch:
+    def types(cls, *, block_k: int, head_dim: int, page_size: int, dtype: Any) -> QueriesScratch:
         """Return the types of the refs."""
         rows = plgpu.SMEM((_CONSUMERS, _WG, head_dim), dtype, transforms=wgmma_transforms(dtype))
         vector = plgpu.SMEM((_CONSUMERS, _WG), jnp.float32)
@@ -67,8 +59,8 @@ class QueriesScratch:
             q=rows, d_out=rows, lse=vector, delta=vector,
             full=plgpu.Barrier(num_arrivals=4, num_barriers=_CONSUMERS),
             ring=Ring.types(
-                blocks, head_dim=head_dim, v_head_dim=head_dim, page_size=page_size, dtype=dtype,
-                num_consumers=_CONSUMERS,
+                num_stages=_STAGES, block_k=block_k, head_dim=head_dim, v_head_dim=head_dim,
+                page_size=page_size, dtype=dtype, num_consumers=_CONSUMERS,
             ),
             both=plgpu.Barrier(num_arrivals=_CONSUMERS),
         )  # fmt: skip
@@ -183,14 +175,14 @@ def _queries_kernel(
 
 
 def queries_gradient(
-    inputs: BackwardInputs, *, group: int, options: LogitOptions, blocks: Blocks, interpret: bool
+    inputs: BackwardInputs, *, group: int, options: LogitOptions, block_k: int, interpret: bool
 ) -> jax.Array:
     """Return the gradient of the packed rows of queries `[Hkv, R, D]`."""
     q = inputs.rows.q
     num_kv_heads, num_rows, head_dim = q.shape
     out = result_shape(q.shape, q.dtype, varying=False)
     scratch: Any = QueriesScratch.types(
-        blocks, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
+        block_k=block_k, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
     )
     kernel = functools.partial(_queries_kernel, group=group, options=options, interpret=interpret)
     result = plgpu.kernel(

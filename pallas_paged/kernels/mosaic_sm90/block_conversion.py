@@ -8,6 +8,7 @@ first halves of the four words, and the last 8 are the second halves, so both st
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP, Emitter
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import pair_ptx
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, Scales
 from pallas_paged.pages.layout import K, V
 
-_THREADS = 128  # of a warpgroup
 _AT_ONCE = 8  # pieces that a thread asks for before it uses the first
 
 
@@ -55,55 +56,43 @@ class BlockConversion:
         page_size, scaled, k_factor = self.pool.page_size, self.kv == V, self.k_factor
         (block_k, head_dim), dtype, kv_dtype = out.shape, out.dtype, pages.dtype
         kv_offset = self.kv * byte_strides.get("2", 0)
-        ref, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+        refs = (plgpu.RefType(),) * len(given)
 
-        @plgpu.inline_mgpu(arg_types=(ref,) * len(given) + (scalar,) * len(scalars))
+        @plgpu.inline_mgpu(arg_types=refs + (plgpu.Layout.WG_SPLAT,) * len(scalars))
         def convert(_, *args):
             from jax.experimental.mosaic.gpu import utils
             from jaxlib.mlir import ir
             from jaxlib.mlir.dialects import arith
 
-            i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-            f32 = ir.F32Type.get()
-
-            def c(x):
-                return arith.constant(i32, x)
-
-            def ptx(text, *operands, results=()):
-                return utils.inline_ptx(
-                    text, *operands, result_types=results, has_side_effects=True
-                )
-
+            m, f32 = Emitter(), ir.F32Type.get()
             pages, table, scales, out, *k_out = (utils.memref_ptr(x) for x in args[: len(given)])
-            head, block, kv_len, first_key = (x.registers.item() for x in args[len(given) :])
-            thread = arith.remui(utils.thread_idx(), c(_THREADS))
-            last = arith.subi(kv_len, c(1))
+            head, block, kv_len, first_key = map(m.scalar, args[len(given) :])
+            thread, last = m.thread(), m.sub(kv_len, 1)
 
             def of_head(strides, offset=0):
                 """Bytes or elements to a head, i64."""
-                stride = arith.constant(i64, strides["H"])
-                product = arith.muli(arith.extui(i64, head), stride)
-                return arith.addi(product, arith.constant(i64, offset))
+                return m.add(m.mul(m.wide(head), strides["H"]), offset)
 
             def token_of(in_block):
                 """A token of the block: one that may be read, and whether it is the token."""
-                token = arith.addi(arith.muli(block, c(block_k)), in_block)
-                readable = arith.minsi(arith.maxsi(token, first_key), last)
+                token = m.add(m.mul(block, block_k), in_block)
+                readable = m.clip(token, first_key, last)
                 return readable, arith.cmpi(arith.CmpIPredicate.eq, readable, token)
 
             def page_of(token):
-                return ptx(
+                return m.ptx(
                     "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }",
                     table,
-                    arith.divui(token, c(page_size)),
-                    results=i32,
+                    m.div(token, page_size),
+                    reads=True,
                 )
 
             def scale_of(token, page):
+                load = functools.partial(utils.inline_ptx, result_types=f32, has_side_effects=True)
                 if scale_strides is None:
-                    return ptx("ld.global.nc.f32 $0, [$1];", scales, results=f32)
-                place = arith.muli(arith.remui(token, c(page_size)), c(scale_strides["N"]))
-                return ptx(
+                    return load("ld.global.nc.f32 $0, [$1];", scales)
+                place = m.mul(m.rem(token, page_size), scale_strides["N"])
+                return load(
                     "{ .reg .b64 at, x; cvt.u64.u32 x, $4; add.s64 x, x, $3;"
                     f" mul.wide.s32 at, $2, {scale_strides['P']}; add.s64 at, at, x;"
                     " shl.b64 at, at, 2; add.s64 at, at, $1; ld.global.nc.f32 $0, [at]; }",
@@ -111,60 +100,53 @@ class BlockConversion:
                     page,
                     of_head(scale_strides),
                     place,
-                    results=f32,
                 )
 
             lanes = head_dim // 8
-            lane, row = arith.remui(thread, c(lanes)), arith.divui(thread, c(lanes))
-            column = arith.muli(arith.divui(lane, c(2)), c(16))
-            shift = arith.muli(arith.remui(lane, c(2)), c(16))
-            step = _THREADS // lanes
+            lane, row = m.rem(thread, lanes), m.div(thread, lanes)
+            column, shift = m.mul(m.div(lane, 2), CHUNK), m.mul(m.rem(lane, 2), 16)
+            step = WARPGROUP // lanes
             at_once = min(_AT_ONCE, block_k // step)
             in_head = of_head(byte_strides, kv_offset)
             for start in range(0, block_k, step * at_once):
-                rows = [arith.addi(row, c(start + i * step)) for i in range(at_once)]
+                rows = [m.add(row, start + i * step) for i in range(at_once)]
                 tokens = [token_of(x) for x in rows]
                 page_numbers = [page_of(token) for token, _ in tokens]
                 words, factors = [], []
                 for (token, _), page in zip(tokens, page_numbers, strict=True):
-                    place = arith.muli(arith.remui(token, c(page_size)), c(byte_strides["N"]))
-                    loaded = ptx(
+                    place = m.mul(m.rem(token, page_size), byte_strides["N"])
+                    loaded = m.ptx(
                         f"{{ .reg .b64 at, x; mul.wide.s32 at, $5, {byte_strides['P']};"
                         " add.s64 at, at, $4; add.s64 at, at, $6; cvt.u64.u32 x, $7;"
                         " add.s64 at, at, x; ld.global.nc.v4.b32 {$0, $1, $2, $3}, [at]; }",
                         pages,
                         page,
                         in_head,
-                        arith.addi(place, column),
-                        results=(i32,) * 4,
+                        m.add(place, column),
+                        results=4,
+                        reads=True,
                     )
                     words.append(loaded)
                     factors.append([scale_of(token, page)] if scaled else [])
                 for x, (_, exists), word, factor in zip(rows, tokens, words, factors, strict=True):
-                    pairs = []
+                    asm, pairs = pair_ptx(kv_dtype, 0, dtype, scaled=scaled), []
                     for w in word:
-                        pair = utils.inline_ptx(
-                            pair_ptx(kv_dtype, 0, dtype, scaled=scaled),
-                            arith.shrui(w, shift),
-                            *factor,
-                            result_types=i32,
-                        )
-                        pairs.append(arith.select(exists, pair, c(0)))
-                    at = arith.addi(arith.muli(x, c(2 * head_dim)), arith.muli(lane, c(16)))
-                    ptx(
+                        pair = m.ptx(asm, arith.shrui(w, shift), *factor)
+                        pairs.append(arith.select(exists, pair, m.constant(0)))
+                    m.effect(
                         "{ .reg .b64 at; cvt.u64.u32 at, $1; add.s64 at, at, $0;"
                         " st.global.v4.b32 [at], {$2, $3, $4, $5}; }",
                         out,
-                        at,
+                        m.add(m.mul(x, 2 * head_dim), m.mul(lane, CHUNK)),
                         *pairs,
                     )
-            for start in range(0, block_k, _THREADS) if k_out else ():
+            for start in range(0, block_k, WARPGROUP) if k_out else ():
                 # With 64 tokens, two threads store the same.
-                in_block = arith.addi(arith.remui(thread, c(min(block_k, _THREADS))), c(start))
-                if block_k % _THREADS:
-                    in_block = arith.minsi(in_block, c(block_k - 1))
+                in_block = m.add(m.rem(thread, min(block_k, WARPGROUP)), start)
+                if block_k % WARPGROUP:
+                    in_block = m.least(in_block, m.constant(block_k - 1))
                 token, _ = token_of(in_block)
-                ptx(
+                m.effect(
                     "{ .reg .b64 at; mad.wide.s32 at, $1, 4, $0; st.global.f32 [at], $2; }",
                     k_out[0],
                     in_block,

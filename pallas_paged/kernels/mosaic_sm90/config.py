@@ -12,6 +12,7 @@ from pallas_paged.checks import (
     check_integer,
     check_num_programs,
 )
+from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 
 REDUCE_ROWS = 256  # at most, of a sum over devices
@@ -70,23 +71,12 @@ class MosaicSm90RaggedConfig:
         return self.num_consumers * _WGMMA_ROWS
 
 
-def ragged_config(
-    *,
-    num_tokens: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    expected_seqs: int,
-    num_sms: int,
-    itemsize: int,
-    v_head_dim: int | None = None,
-    **_: int,
-) -> MosaicSm90RaggedConfig:
-    """Return the heuristic config of a call with ragged queries, from `Call.sizes`."""
+def ragged_config(sizes: Sizes) -> MosaicSm90RaggedConfig:
+    """Return the heuristic config of a call with ragged queries."""
     # Measured on an H200, 2026-11: half as long a block costs 12%. With wide heads a longer one has
     # no room in shared memory.
-    wide, one_byte = head_dim > 128, itemsize == 1
-    group = num_q_heads // num_kv_heads
+    head_dim, group = sizes.head_dim, sizes.group
+    wide, one_byte = head_dim > 128, sizes.itemsize == 1
     # As many consumers as the queries of an average sequence fill. With a converter, two have no
     # registers for products of 256 columns. Three have them up to a head_dim of 64, where they take
     # 11% less time than two (an H100, 2026-11), if the heads of a group fill their rows.
@@ -95,12 +85,12 @@ def ragged_config(
         most = 3
     elif wide and one_byte:
         most = 1
-    filled = -(-num_tokens * group // (_WGMMA_ROWS * expected_seqs))
+    filled = -(-sizes.num_tokens * group // (_WGMMA_ROWS * sizes.expected_seqs))
     return MosaicSm90RaggedConfig(
-        block_k=64 if wide and v_head_dim is None else 128,
+        block_k=64 if wide and sizes.v_head_dim is None else 128,
         num_consumers=max(1, min(filled, most)),
         num_stages=2,
-        num_programs=num_sms,
+        num_programs=sizes.num_sms,
         num_q_stages=1 if wide else 2,  # a second tile of 64 KB does not fit
     )
 
@@ -120,10 +110,10 @@ def reduce_parts(*, num_rows: int, num_columns: int) -> int:
     return next((count for count in dividing if num_columns >= count * _LEAST_COLUMNS), 1)
 
 
-def prefer_ragged(*, num_tokens: int, group: int, expected_seqs: int, **_: int) -> bool:
+def prefer_ragged(sizes: Sizes) -> bool:
     """Return whether this kernel is faster than the Triton kernel on a Hopper GPU."""
     # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
-    return num_tokens * group >= _WGMMA_ROWS * expected_seqs
+    return sizes.num_tokens * sizes.group >= _WGMMA_ROWS * sizes.expected_seqs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

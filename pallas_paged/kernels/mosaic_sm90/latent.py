@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic.ragged_work import packed_plan
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import row_operands
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, of_tokens, packed_plan
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowOperands
 from pallas_paged.kernels.mosaic_sm90.latent_program import Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
@@ -34,7 +34,6 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     NUM_CONSUMERS,
     ROWS,
     LatentInputs,
-    LatentOutputs,
     LatentScratch,
 )
 from pallas_paged.kernels.mosaic_sm90.ring import Pool
@@ -101,19 +100,11 @@ def mla_attention(
         block_tables=arrays.block_tables,
         scales=None if arrays.k_scales is None else jnp.atleast_1d(arrays.k_scales),
         items=plan.items,
-        **row_operands(arrays, options, num_tiles=1, count=block_q),
+        of_rows=RowOperands.of(arrays, options, num_tiles=1, count=block_q),
     )
     partials = (1, shape.num_partials, block_q)
     num_rows = num_tokens * num_q_heads
-    outputs = LatentOutputs(
-        # The merge has references to these two.
-        out=result_shape((num_rows, head_dim), arrays.q.dtype, varying=False),
-        partials=ops.Partials(
-            out=result_shape((*partials, head_dim), jnp.float32),
-            lse=result_shape(partials, jnp.float32),
-        ),
-        lse=result_shape((num_rows,), jnp.float32, varying=False) if with_lse else None,
-    )
+    outputs = RaggedOutputs.types((num_rows, head_dim), partials, arrays.q.dtype, with_lse=with_lse)
     scratch = LatentScratch.types(
         head_dim=head_dim,
         rope_dim=arrays.rope_dim,
@@ -161,10 +152,7 @@ def mla_attention(
         most_rows=most_rows,
         interpret=interpret,
     )
-    out = varying_by_device(out.reshape(num_tokens, num_q_heads, head_dim))
-    if lse is not None:
-        lse = varying_by_device(lse.reshape(num_tokens, num_q_heads))
-    return out, lse
+    return of_tokens(out, lse, num_tokens, num_q_heads)
 
 
 def _with_more_heads(

@@ -36,7 +36,6 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     SWIZZLE,
     LatentInputs,
     LatentScratch,
-    swizzled_tiles,
 )
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import pair_ptx
 from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
@@ -186,7 +185,7 @@ class Producer:
             x = jnp.where(mask[:BLOCK_K, None] < 0, refs[0][...].astype(dtype), 0)
             refs[1][...], scales_ref[...] = x.astype(dtype), scales[:BLOCK_K]
             return
-        types = [plgpu.RefType(swizzled_tiles(x)) for x in (kv_dtype, dtype)]
+        types = [plgpu.RefType(ops.swizzled_rows(x, SWIZZLE)) for x in (kv_dtype, dtype)]
 
         @plgpu.inline_mgpu(arg_types=(*types, plgpu.RefType(), THREADS, THREADS))
         def convert(_, source, target, scales_ref, scales, mask):

@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
+from pallas_paged.kernels.logits import LogitOptions, split_scales
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
@@ -38,7 +38,6 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     NUM_CONSUMERS,
     ROWS,
     LatentInputs,
-    LatentOutputs,
     LatentScratch,
 )
 
@@ -52,7 +51,7 @@ class Program:
     """One program of the kernel; `run` runs it."""
 
     inputs: LatentInputs
-    outputs: LatentOutputs
+    outputs: RaggedOutputs  # partials [1, partials, R, ..]
     scratch: LatentScratch
     options: LogitOptions
     group: int  # query heads
@@ -133,7 +132,8 @@ class Consumer(Program):
 
         @pl.when(work.partial < 0)
         def _():
-            sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
+            sinks = inputs.of_rows.sinks
+            sinks = None if sinks is None else rows.of_heads(sinks)
             # Both have read the queries, whose place these take.
             own_rows = scratch.rows.at[self.wg]
             own_rows[...] = rows.index()
@@ -170,7 +170,7 @@ class Consumer(Program):
         """Return the state of the rows and of the consumer's columns after a work item."""
         inputs, scratch, options, wg = self.inputs, self.scratch, self.options, self.wg
         head_dim, rope_dim = inputs.q_nope.shape[1], inputs.q_pe.shape[1]
-        positions, slopes, visible = rows.logit_operands(work, inputs, options, causal=self.causal)
+        queries = rows.in_logits(work, inputs.of_rows, options, causal=self.causal)
 
         def multiply_qk(block):
             stage = self.stage_of(work, block)
@@ -234,14 +234,10 @@ class Consumer(Program):
             if scratch.scales is not None:
                 scales = scratch.scales.at[self.stage_of(work, block)]
                 s = s * ops.bcast(ops.load(scales, ops.WGMMA_COL), s, 1)
-            if slopes is None:
-                s, factor = base2_logits(s, options, None, keys)
-            else:
-                distances = keys - ops.bcast(positions, s)
-                s, factor = base2_logits(s, options, ops.bcast(slopes, s), distances)
+            s, factor = queries.logits(s, keys)
 
             def masked(s):
-                return jnp.where(visible(block * BLOCK_K, keys), s, -jnp.inf)
+                return jnp.where(queries.sees(block * BLOCK_K, keys), s, -jnp.inf)
 
             is_full = (block >= work.full_lo) & (block < work.full_hi)
             s = lax.cond(is_full, lambda s: s, masked, s)

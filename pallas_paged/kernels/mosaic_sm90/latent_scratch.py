@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowOperands
 from pallas_paged.kernels.mosaic_sm90.ring import Pool
 
 ROWS = 64  # of a tile: one wgmma
@@ -34,10 +35,7 @@ class LatentInputs:
         scales: of one-byte pages f32 in the order of `layout.scale_axes`, or f32`[1]` for all
             tokens; else None.
         items: i32`[num_items, 16]`, packed descriptors of the work items.
-        alibi_slopes, sinks: f32`[1, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * Hq + R]` from `repeat_tokens`; None where queries are the newest tokens
-            of their sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * Hq + R]`, the bits of each row's tree mask, or None.
+        of_rows: of the query rows.
     """
 
     q_nope: Any
@@ -46,19 +44,7 @@ class LatentInputs:
     block_tables: Any
     scales: Any
     items: Any
-    alibi_slopes: Any
-    sinks: Any
-    positions: Any
-    tree_words: Any
-
-
-@pytree
-class LatentOutputs:
-    """Results of the kernel: arrays, refs or types."""
-
-    out: Any  # [T * Hq, D]
-    partials: ops.Partials  # [1, partials, R, ..]
-    lse: Any  # f32[T * Hq], or None where it is not wanted
+    of_rows: RowOperands
 
 
 @pytree
@@ -143,7 +129,7 @@ class LatentScratch:
             of_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
 
         def swizzled(shape, dtype):
-            return plgpu.SMEM(shape, dtype, transforms=swizzled_tiles(dtype))
+            return plgpu.SMEM(shape, dtype, transforms=ops.swizzled_rows(dtype, SWIZZLE))
 
         q: Any = [swizzled((ROWS, dim), dtype) for dim in (head_dim, rope_dim)]
         width = padded(head_dim // NUM_CONSUMERS, dtype)
@@ -176,9 +162,3 @@ class LatentScratch:
             p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
             meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
         )
-
-
-def swizzled_tiles(dtype: Any) -> tuple[Any, ...]:
-    """Return the transforms of blocks in shared memory: tiles of 8 rows of 64 swizzled bytes."""
-    tile = plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize))
-    return tile, plgpu.SwizzleTransform(SWIZZLE)

@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_block
+from pallas_paged.kernels.mosaic.ragged_work import QueryRows, WorkDescriptor
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, TileRows
-from pallas_paged.kernels.mosaic_sm90.ring import Ring
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, zero_unreadable
 from pallas_paged.kernels.ragged_tiles import for_each_block
 
 
@@ -95,44 +95,25 @@ def attend(
         values_are_zeroed: where the tile must not read them, by a converter.
     """
     num_stages, block_k, head_dim = ring.v.shape
-    lo, hi, kv_len = work.lo, work.hi, work.kv_len
-    before = kv_len - work.q_len  # keys older than all queries of the sequence
+    lo, hi, kv_len, before = work.lo, work.hi, work.kv_len, work.before
     token = rows.tile.place(rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW))[1]
     positions = before + rows.offset + token
-    last_seen = jnp.minimum(positions, kv_len - 1)
-    if not causal:  # one value for all rows, but a vector: scalars alone have no layout to infer
-        last_seen = jnp.maximum(last_seen, kv_len - 1)
+    last_seen = work.last_seen(positions, causal=causal)
     if positions_ref is not None:
         positions = ops.load(positions_ref, ops.WGMMA_ROW)
     slopes = None if alibi_slopes is None else rows.per_head(alibi_slopes)
-
+    queries = QueryRows(
+        options=options,
+        before=before,
+        positions=positions,
+        last_seen=last_seen,
+        slopes=slopes,
+        tree_words=tree_words,
+    )
     only_factor = None if k_scales is None else options.only_factor(slopes)
 
-    def mask(block, keys):
-        """Return which keys of a block each query sees."""
-        return visible_in_block(
-            keys,
-            positions,
-            options,
-            first_key=block * block_k,
-            last=last_seen,
-            before=before,
-            tree_words=tree_words,
-        )
-
-    def zero_unreadable(block, stage):
-        """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN."""
-        for part in range(0, block_k, WG_ROWS):
-            first = block * block_k + part
-
-            @pl.when((first < work.first_key) | (first + WG_ROWS > kv_len))
-            def _(part=part, first=first):
-                v_ref = ring.v.at[stage, pl.ds(part, WG_ROWS)]
-                v = plgpu.load(v_ref, layout=ops.WGMMA)
-                keys = first + ops.iota(v.shape, 0, ops.WGMMA)
-                readable = (keys >= work.first_key) & (keys < kv_len)
-                v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
-                plgpu.commit_smem()
+    def zero_values(block, stage):
+        zero_unreadable(ring, stage, block, first_key=work.first_key, kv_len=kv_len, commit=True)
 
     def load_scales(stage):
         """Return the scales of the keys of a stage f32[block_k], or the one of all keys f32[]."""
@@ -167,7 +148,7 @@ def attend(
                 s, options, ops.bcast(slopes, s), keys - ops.bcast(positions, s)
             )
         if masked:
-            s = jnp.where(mask(block, keys), s, -jnp.inf)
+            s = jnp.where(queries.sees(block * block_k, keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)
@@ -183,7 +164,7 @@ def attend(
         if masked and not values_are_zeroed:
             # The first consumer zeroes for all, before the others may read the values.
             plgpu.barrier_wait(ring.v_full.at[stage])
-            pl.when(rows.wg == 0)(functools.partial(zero_unreadable, block, stage))
+            pl.when(rows.wg == 0)(functools.partial(zero_values, block, stage))
             schedule.meet()
         schedule.arrive()
         if not masked or values_are_zeroed:

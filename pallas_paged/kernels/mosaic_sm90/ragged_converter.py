@@ -27,7 +27,7 @@ from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import ConvertedRows
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import BYTES, BYTES_ROW, converted
-from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales, zero_unreadable
 
 _NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
 _ROWS = 64  # tokens that are converted at a time
@@ -35,16 +35,16 @@ _ROWS = 64  # tokens that are converted at a time
 
 def byte_ring(config: MosaicSm90RaggedConfig, *, head_dim: int, page_size: int, dtype: Any) -> Ring:
     """Return the types of the ring of bytes."""
-    width = min(head_dim, 128)
-    block = plgpu.SMEM(
-        (_NUM_STAGES, config.block_k, head_dim),
-        dtype,
-        transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)),
+    return Ring.types(
+        num_stages=_NUM_STAGES,
+        block_k=config.block_k,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        num_consumers=1,  # the converter
+        swizzle=min(head_dim, 128),
     )
-    num_copies = max(config.block_k // page_size, 1)
-    full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=_NUM_STAGES)
-    free = plgpu.Barrier(num_arrivals=1, num_barriers=_NUM_STAGES)
-    return Ring(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
 
 
 def end_of_pages(work: WorkDescriptor, converted: ConvertedRows | None) -> jax.Array:
@@ -163,7 +163,8 @@ class Converter:
         parts = self.load(source.v, source.v_full, source.v_free, taken)
         stage = ops.free_stage(target.v_free, now)
         self.store(target.v.at[stage], parts, scales)
-        self.zero_unreadable(work, block, stage)
+        readable = dict(first_key=work.first_key, kv_len=work.kv_len)
+        zero_unreadable(target, stage, block, **readable, commit=False)
         plgpu.commit_smem()
         plgpu.barrier_arrive(target.v_full.at[stage])
 
@@ -191,20 +192,6 @@ class Converter:
                 block.dtype,
                 interpret=self.interpret,
             )
-
-    def zero_unreadable(self, work: WorkDescriptor, block: jax.Array, stage: jax.Array) -> None:
-        """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN."""
-        block_k = self.target.v.shape[1]
-        for part in range(0, block_k, _ROWS):
-            first = block * block_k + part
-
-            @pl.when((first < work.first_key) | (first + _ROWS > work.kv_len))
-            def _(part=part, first=first):
-                v_ref = self.target.v.at[stage, pl.ds(part, _ROWS)]
-                v = plgpu.load(v_ref, layout=ops.WGMMA)
-                keys = first + ops.iota(v.shape, 0, ops.WGMMA)
-                readable = (keys >= work.first_key) & (keys < work.kv_len)
-                v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
 
     def tokens(self, work: WorkDescriptor, block: jax.Array) -> list[jax.Array]:
         """Return readable tokens of a block; they stand in for tokens that may not be read."""

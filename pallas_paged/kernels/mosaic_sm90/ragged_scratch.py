@@ -103,7 +103,8 @@ def scratch_types(
         )
         q, out = (q, results) if interpret else plgpu.RefUnion(q, results), None
     ring = Ring.types(
-        config,
+        num_stages=config.num_stages,
+        block_k=config.block_k,
         head_dim=head_dim,
         v_head_dim=of_v,
         page_size=config.block_k if convert else page_size,  # the converter copies full blocks

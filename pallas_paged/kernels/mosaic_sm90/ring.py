@@ -31,6 +31,8 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.pages.layout import K, PageLayout, V
 
+_ZEROED_ROWS = 64  # of one load: the registers of a warpgroup hold as many of up to 256 elements
+
 
 @pytree
 class Ring:
@@ -54,18 +56,20 @@ class Ring:
     @classmethod
     def types(
         cls,
-        config: Any,
         *,
+        num_stages: int,
+        block_k: int,
         head_dim: int,
         v_head_dim: int,
         page_size: int,
         dtype: Any,
         num_consumers: int,
+        swizzle: int = 128,
     ) -> Ring:
-        """Return the types of the refs."""
-        num_stages, block_k = config.num_stages, config.block_k
+        """Return the types of the refs, to rows of `swizzle` bytes or a multiple."""
+        transforms = ops.swizzled_rows(dtype, swizzle)
         k, v = (
-            plgpu.SMEM((num_stages, block_k, dim), dtype, transforms=wgmma_transforms(dtype))
+            plgpu.SMEM((num_stages, block_k, dim), dtype, transforms=transforms)
             for dim in (head_dim, v_head_dim)
         )
         full = plgpu.Barrier(num_arrivals=max(block_k // page_size, 1), num_barriers=num_stages)
@@ -75,10 +79,7 @@ class Ring:
 
 def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
     """Return the transforms of wgmma operands in shared memory: swizzled rows of 128 bytes."""
-    return (
-        plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(128),
-    )
+    return ops.swizzled_rows(dtype, 128)
 
 
 @pytree
@@ -202,6 +203,29 @@ def stream(
         return kv_iter + 1, next_pages
 
     return lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo)))[0]
+
+
+def zero_unreadable(
+    ring: Ring, stage: Any, block: Any, *, first_key: Any, kv_len: Any, commit: bool
+) -> None:
+    """Zero V of a block but for the keys `[first_key, kv_len)`: it may be NaN, and 0 * NaN is NaN.
+
+    Args:
+        commit: show the zeros to the tensor cores.
+    """
+    block_k = ring.v.shape[1]
+    for part in range(0, block_k, _ZEROED_ROWS):
+        first = block * block_k + part
+
+        @pl.when((first < first_key) | (first + _ZEROED_ROWS > kv_len))
+        def _(part=part, first=first):
+            v_ref = ring.v.at[stage, pl.ds(part, _ZEROED_ROWS)]
+            v = plgpu.load(v_ref, layout=ops.WGMMA)
+            keys = first + ops.iota(v.shape, 0, ops.WGMMA)
+            readable = (keys >= first_key) & (keys < kv_len)
+            v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
+            if commit:
+                plgpu.commit_smem()
 
 
 def drain(ring: Ring, kv_iter: jax.Array) -> None:

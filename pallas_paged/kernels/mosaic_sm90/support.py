@@ -100,12 +100,7 @@ def _why_not_config(call: Call) -> str | None:
         v_head_dim=call.v_head_dim,
         kv_dtype=call.kv_dtype,
     )
-    limit = call.device.shared_memory
-    if needed > limit:
-        return (
-            f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
-        )
-    return None
+    return mosaic_support.why_not_memory(call, config, needed)
 
 
 def shared_memory(

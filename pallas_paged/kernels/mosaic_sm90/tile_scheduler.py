@@ -27,6 +27,7 @@ from pallas_paged.kernels.mosaic.ragged_work import (
     WorkDescriptor,
     fields_of,
     packed_plan,
+    positions_in_logits,
     tree_bits,
 )
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
@@ -79,12 +80,10 @@ def plan_work(
     def of_items(name):
         return plan.items[:, fields_of(WorkDescriptor).index(name)][:, None, None]
 
-    positions = tree_words = None
-    if arrays.q_positions is not None and (
-        arrays.alibi_slopes is not None or options.sliding_window is not None
-    ):
+    positions, tree_words = positions_in_logits(arrays, options), None
+    if positions is not None:
         packed = of_items("q_start") + of_items("offset") + place
-        positions = arrays.q_positions[jnp.clip(packed, 0, len(arrays.q) - 1)]
+        positions = positions[jnp.clip(packed, 0, len(arrays.q) - 1)]
     if arrays.tree_mask is not None:
         token = of_items("offset") + place  # within the sequence
         tree_words = _pack_tree_mask(arrays.tree_mask, of_items("row"), token)

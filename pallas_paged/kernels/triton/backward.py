@@ -6,7 +6,7 @@ import jax
 
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.triton.backward_config import BackwardConfig, keys_config, queries_config
+from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.backward_keys import keys_gradient
 from pallas_paged.kernels.triton.backward_queries import queries_gradient
 
@@ -20,14 +20,8 @@ def gradients(
     *,
     options: LogitOptions,
     interpret: bool,
-    of_queries: BackwardConfig | None = None,
-    of_keys: BackwardConfig | None = None,
 ) -> dict[str, jax.Array]:
-    """Return the gradients of the fields `names`, as `kernels.backward` wants them.
-
-    Args:
-        of_queries, of_keys: configs; None for the heuristics'.
-    """
+    """Return the gradients of the fields `names`, as `kernels.backward` wants them."""
     num_tokens, _, head_dim = arrays.q.shape
     sizes = dict(
         head_dim=head_dim,
@@ -42,7 +36,7 @@ def gradients(
             arrays,
             *of_rows,
             options=options,
-            config=of_queries or queries_config(**sizes),
+            config=queries_config(**sizes),
             interpret=interpret,
         )
         found |= {"q": d_q} if d_slopes is None else {"q": d_q, "alibi_slopes": d_slopes}
@@ -51,7 +45,7 @@ def gradients(
             arrays,
             *of_rows,
             options=options,
-            config=of_keys or keys_config(**sizes),
+            config=keys_config(**sizes),
             interpret=interpret,
         )
         found |= dict(zip(("k_pages", "v_pages"), pages, strict=False))

@@ -11,6 +11,7 @@ from pallas_paged.checks import (
     check_integer,
     check_num_programs,
 )
+from pallas_paged.kernels.call import Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,22 +101,14 @@ def most_shared_memory(
     return max(2 * rows * padded + tiles, 4 * rows * padded) + 4096
 
 
-def decode_config(
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    max_kv_len: int,
-    num_seqs: int,
-    itemsize: int,
-    num_sms: int,
-) -> DecodeConfig:
-    """Return the heuristic config of a decode call, from `Call.sizes`."""
+def decode_config(sizes: Sizes) -> DecodeConfig:
+    """Return the heuristic config of a decode call."""
+    num_seqs, num_kv_heads, num_sms = sizes.num_seqs, sizes.num_kv_heads, sizes.num_sms
+    head_dim, itemsize = sizes.head_dim, sizes.itemsize
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
     # pipelines on nearly every shape (bench/notes/decode.md). One wave: a fifth program costs 20%.
-    group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
+    group = next_power_of_2(max(sizes.group, 16))
     # int8 and fp8 tiles have as many tokens as two-byte ones, but are loaded one stage earlier.
     row_bytes = next_power_of_2(head_dim) * max(itemsize, 2)
     tile_bytes, programs_per_sm = (32768, 2) if group == 32 else (16384, 4)
@@ -124,13 +117,13 @@ def decode_config(
         programs_per_sm //= 2
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
-    num_blocks = num_seqs * -(-max_kv_len // block_k)
+    num_blocks = num_seqs * -(-sizes.max_kv_len // block_k)
     # A program with a block or two is all latency; more warps and a shorter pipeline help.
     short = num_blocks <= 2 * (programs_per_sm * num_sms // num_kv_heads)
     # Where a block is a page the kernel takes more registers, and with 4 warps only three programs
     # fit on an SM. int8 and fp8 tiles of longer ranges are faster with 2 warps: see
     # bench/notes/one_byte.md.
-    wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32 or short)
+    wide = block_k >= 64 and block_k != sizes.page_size and (itemsize > 1 or group == 32 or short)
     num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:
         programs_per_sm = 2
@@ -151,47 +144,29 @@ def decode_config(
     )
 
 
-def writing_decode_config(
-    config: DecodeConfig,
-    *,
-    num_kv_heads: int,
-    max_kv_len: int,
-    num_seqs: int,
-    num_sms: int,
-    **_: int,
-) -> DecodeConfig:
+def writing_decode_config(config: DecodeConfig, sizes: Sizes) -> DecodeConfig:
     """Return the config of a decode kernel that also writes, from the config without the write."""
     # Measured on an H200, 2026-11, for one row of a Llama of 1B whose table holds 1216 tokens: the
     # first loads take most of the time, and smaller blocks end sooner. More than two programs per
     # SM were not measured.
-    num_programs = -(-max_kv_len // 64) * num_kv_heads
-    if num_seqs > 1 or config.block_k != 128 or num_programs > 2 * num_sms:
+    num_programs = -(-sizes.max_kv_len // 64) * sizes.num_kv_heads
+    if sizes.num_seqs > 1 or config.block_k != 128 or num_programs > 2 * sizes.num_sms:
         return config
     return dataclasses.replace(config, block_k=64, num_programs=num_programs)
 
 
-def ragged_config(
-    *,
-    num_tokens: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_kv_len: int,
-    num_seqs: int,
-    itemsize: int,
-    num_sms: int,
-    **_: int,
-) -> RaggedConfig:
-    """Return the heuristic config of a call with ragged queries, from `Call.sizes`."""
-    group = num_q_heads // num_kv_heads
-    padded = next_power_of_2(max(head_dim, 16))
+def ragged_config(sizes: Sizes) -> RaggedConfig:
+    """Return the heuristic config of a call with ragged queries."""
+    num_seqs, num_kv_heads, num_sms = sizes.num_seqs, sizes.num_kv_heads, sizes.num_sms
+    num_tokens, group, itemsize = sizes.num_tokens, sizes.group, sizes.itemsize
+    padded = next_power_of_2(max(sizes.head_dim, 16))
     rows = -(-num_tokens * group // num_seqs)  # of an average sequence
     # More rows of more than 256 elements would fit neither the registers nor the shared memory.
     block_q = most_rows = min(max(next_power_of_2(rows), 16), 128 if padded <= 256 else 64)
     # Measured on an H200, 2026-11: prompts that make less than 3 tiles of 128 rows for each SM take
     # 1.13 to 1.41 times as long as with tiles of 64 rows. On a long prefix it is the other way.
-    few_tiles = rows > 128 and num_tokens * num_q_heads < 3 * 128 * num_sms
-    if few_tiles and padded <= 128 and max_kv_len * num_seqs <= 2 * num_tokens:
+    few_tiles = rows > 128 and num_tokens * sizes.num_q_heads < 3 * 128 * num_sms
+    if few_tiles and padded <= 128 and sizes.max_kv_len * num_seqs <= 2 * num_tokens:
         block_q = 64
     block_k = min(max(16384 // (padded * max(itemsize, 2)), 16), 64)
     if block_q < 64:  # bound by memory, as decoding is
@@ -204,7 +179,7 @@ def ragged_config(
         num_stages = 3 if most_rows == 128 else 2
         programs_per_sm = 1 if num_warps == 8 else 2
     num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
-    num_blocks = num_tiles * -(-max_kv_len // block_k)
+    num_blocks = num_tiles * -(-sizes.max_kv_len // block_k)
     per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
     return RaggedConfig(
         block_q=block_q,

@@ -88,7 +88,7 @@ class _Triton(Family):
 
         config = call.choose_config(_HEURISTICS)
         if writes:
-            config = writing_decode_config(config, num_sms=call.device.num_sms, **call.sizes)
+            config = writing_decode_config(config, call.for_heuristics)
         return (
             functools.partial(decode.decode_states, config=config, interpret=call.interpret),
             functools.partial(merge.merge_decode, dtype=call.dtype, interpret=call.interpret),

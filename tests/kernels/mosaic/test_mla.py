@@ -10,7 +10,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.call import Arrays, Call
+from pallas_paged.kernels.call import Arrays, Call, Sizes
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80.latent_config import (
@@ -296,14 +296,14 @@ def test_other_latents_are_refused(change, message):
         )
 
 
-DEEPSEEK = dict(head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)
+DEEPSEEK = dict(num_kv_heads=1, head_dim=512, rope_dim=64, max_kv_len=4096, num_seqs=128)
 KB = 1024
 
 
 def test_few_keys_have_one_program_per_sm():
     how = dict(DEEPSEEK, max_kv_len=1024, num_q_heads=16, num_sms=132)
     for itemsize in (1, 2):
-        config = latent_config(**how, itemsize=itemsize)
+        config = latent_config(Sizes(**how, itemsize=itemsize))
         assert (config.num_programs, config.num_stages) == (132, 4)
 
 
@@ -323,9 +323,9 @@ def test_few_keys_have_one_program_per_sm():
     ],
 )
 def test_as_many_programs_run_as_shared_memory_lets(heads, num_tokens, memory, expected):
-    how = dict(num_q_heads=heads, num_tokens=num_tokens, num_sms=132, shared_memory=memory)
+    how = dict(num_q_heads=heads, num_tokens=num_tokens or 0, num_sms=132, shared_memory=memory)
     for itemsize in (1, 2):
-        config = latent_config(**how, itemsize=itemsize, **DEEPSEEK)
+        config = latent_config(Sizes(**how, itemsize=itemsize, **DEEPSEEK))
         sizes = dict(head_dim=512, rope_dim=64, itemsize=itemsize)
         assert latent_shared_memory(config, **sizes) <= memory
     rest = config.block_q, config.block_k, config.num_stages, config.num_programs

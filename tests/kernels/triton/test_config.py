@@ -6,6 +6,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
+from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
@@ -26,7 +27,7 @@ SIZES = dict(
 
 
 def decode_of(**sizes):
-    return decode_config(**dict(page_size=16) | SIZES | sizes)
+    return decode_config(Sizes(**dict(page_size=16) | SIZES | sizes))
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 32, 128])
@@ -46,7 +47,7 @@ def test_the_heuristic_config_fits_in_shared_memory(group):
 def test_the_heuristic_configs_could_stand_in_a_tuning_file(head_dim, itemsize):
     sizes = dict(head_dim=head_dim, itemsize=itemsize)
     for num_tokens in (64, 4096):
-        ragged = ragged_config(**SIZES | sizes | dict(num_tokens=num_tokens))
+        ragged = ragged_config(Sizes(**SIZES | sizes | dict(num_tokens=num_tokens)))
         for config, rows in ((decode_of(**sizes), 4), (ragged, ragged.block_q)):
             assert most_shared_memory(config, rows=rows, **sizes) <= HOPPER_SHARED_MEMORY
 
@@ -87,7 +88,7 @@ def test_decode_config(sizes, expected):
 )
 def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_dim, block_q):
     sizes = dict(num_tokens=num_tokens, head_dim=head_dim, max_kv_len=max_kv_len, num_seqs=num_seqs)
-    assert ragged_config(**SIZES | sizes).block_q == block_q
+    assert ragged_config(Sizes(**SIZES | sizes)).block_q == block_q
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_
 )
 def test_a_short_row_that_is_written_too_has_smaller_blocks(change, block_k):
     sizes = dict(head_dim=64, page_size=64, max_kv_len=1216, num_seqs=1) | change
-    config = writing_decode_config(decode_of(**sizes), **SIZES | sizes)
+    config = writing_decode_config(decode_of(**sizes), Sizes(**SIZES | sizes))
     assert config.block_k == block_k
     assert change or config.num_programs == 19 * 8
 
@@ -113,7 +114,8 @@ def test_quantized_blocks_have_as_many_tokens_and_more_stages(head_dim):
     assert one == dataclasses.replace(two, num_stages=3, num_warps=one.num_warps)
     assert one.num_warps <= two.num_warps
     sizes = SIZES | dict(head_dim=head_dim, num_tokens=4096)
-    assert ragged_config(**sizes | dict(itemsize=1)) == ragged_config(**sizes)
+    one, two = (ragged_config(Sizes(**sizes | dict(itemsize=n))) for n in (1, 2))
+    assert one == two
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])

@@ -95,14 +95,7 @@ def check_dtypes(**arrays: jax.Array) -> None:
 
 
 def resolve(implementation: Any, interpret: bool, *, dtype: Any, sizes: Any) -> How:
-    """Return how a call runs.
-
-    Args:
-        implementation: a name or None.
-        interpret: whether kernels are interpreted.
-        dtype: of x and the weights.
-        sizes: of the matrices.
-    """
+    """Return how a call with x and matrices of `dtype`, of these sizes, runs."""
     names = get_args(ExpertsImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")

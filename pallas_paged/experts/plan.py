@@ -58,7 +58,6 @@ def tiles_of(groups: Groups, *, num_rows: int, block: int, align: int = 1) -> Ti
     """Return the tiles of groups that do not overlap, in their order.
 
     Args:
-        groups: the groups.
         num_rows: rows in all groups, at most.
         block: rows of a tile.
         align: tiles begin at multiples of it, so the first ones may have rows of other groups.
@@ -103,7 +102,6 @@ def sort_pairs(expert_indices: jax.Array, num_experts: int, *, align: int = 1) -
 
     Args:
         expert_indices: `i32[T, k]`; a pair whose index is not in `0..num_experts - 1` has none.
-        num_experts: the number of experts.
         align: experts begin at rows that are multiples of it.
     """
     num_pairs = expert_indices.size

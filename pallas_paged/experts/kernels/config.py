@@ -50,7 +50,6 @@ def many_rows_config(*, n: int, average: int, num_programs: int) -> GroupedConfi
     Args:
         n: rows of a matrix of the weight, or gate and up of all features.
         average: rows of a group, on average.
-        num_programs: of the grid.
     """
     consumers = 1 if average <= WG_ROWS else 2
     return _fill(consumers, WG_ROWS, min(_MAX_COLUMNS, n), 64, num_programs)
@@ -66,7 +65,6 @@ def few_rows_config(
         active: experts that are read, as expected.
         k, n: sizes of a matrix of the weight; n is gate and up of all features.
         is_pair: whether the weight is gate and up.
-        num_programs: of the grid.
     """
     copy_rows = -(-num_rows // ALIGN) * ALIGN
 

@@ -68,14 +68,9 @@ def for_each_work_item(
     plan: DecodePlan,
     carry: Any,
 ) -> Any:
-    """Call `body(item, next_item, carry)` for every work item of the program.
+    """Return the carry after `body(item, next_item, carry)` for every work item of the program.
 
-    Args:
-        body: returns the next carry. The last item has a next one without blocks.
-        carry: the first one.
-
-    Returns:
-        The last carry.
+    The last item has a next one without blocks.
     """
     (num_seqs,) = seq_lens_ref.shape
     program = lax.axis_index("program")

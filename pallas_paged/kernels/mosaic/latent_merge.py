@@ -15,9 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_merge import heads_layout, merge_partials
-from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic.ragged_work import (
+    MergeDescriptor,
+    RaggedOutputs,
+    of_tokens,
+    unpack,
+)
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.ragged_plan import PlanShape
 
@@ -52,23 +58,26 @@ class MergeShape:
 
 
 def merge_latent(
-    out: jax.Array,  # [T * Hq, D]
-    lse: jax.Array | None,  # f32[T * Hq]
-    partials: mosaic_ops.Partials,  # [head tiles, partials, R, ..]
+    outputs: RaggedOutputs,  # partials [head tiles, partials, R, ..]
     merges: jax.Array,  # i32[num_merges, 5], packed descriptors
-    sinks: jax.Array | None,  # f32[Hq]
-    shape: MergeShape,
+    plan_shape: PlanShape,
+    arrays: Arrays,
     *,
-    num_q_heads: int,
     most_rows: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles.
+    """Return the final `(out, lse)` of a call: `outputs` with the rows of split tiles.
 
     Args:
         most_rows: of a tile that may be queries, a multiple of those of a program.
     """
+    out, lse, partials = outputs.out, outputs.lse, outputs.partials
     num_tiles, _, _, head_dim = partials.out.shape
+    num_q_heads, sinks, shape = (
+        arrays.num_q_heads,
+        arrays.sinks,
+        MergeShape.of(plan_shape, head_dim),
+    )
     group, layout = num_q_heads // num_tiles, heads_layout(shape.rows, shape.columns)
     # Written in place: the rows of other tiles are there already.
     results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
@@ -118,4 +127,5 @@ def merge_latent(
         grid_names=("program", "head_tile", "merge"),
     )
     out_ref, lse_ref = results
-    return out_ref[...], None if lse_ref is None else lse_ref[...]
+    lse = None if lse_ref is None else lse_ref[...]
+    return of_tokens(out_ref[...], lse, arrays.q.shape[0], num_q_heads)

@@ -44,10 +44,6 @@ def shared_memory_bytes(types: Any, params: Any) -> int:
 
     The compiler aligns every buffer to 1 KB. It adds barriers of 8 bytes and a buffer for
     reductions across warps.
-
-    Args:
-        types: a tree.
-        params: a `CompilerParams` of Mosaic.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

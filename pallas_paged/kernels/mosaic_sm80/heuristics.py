@@ -48,12 +48,7 @@ _LEAST_ONE_BYTE_BLOCKS = (0, 6, 32)
 def decode_shared_memory(
     config: MosaicSm80DecodeConfig, *, group: int, head_dim: int, itemsize: int
 ) -> int:
-    """Return the bytes of shared memory that a program of the decode kernel needs at most.
-
-    Args:
-        group: query heads of a KV head.
-        head_dim, itemsize: of K and V.
-    """
+    """Return the bytes of shared memory that a program of the decode kernel needs at most."""
     from pallas_paged.kernels.mosaic_sm80 import decode, ops
 
     types = decode.scratch_types(config, group=group, head_dim=head_dim, **_dtypes(itemsize))
@@ -106,12 +101,7 @@ def prefer_decode(sizes: Sizes) -> bool:
 def ragged_shared_memory(
     config: MosaicSm80RaggedConfig, *, head_dim: int, v_head_dim: int | None = None, itemsize: int
 ) -> int:
-    """Return the bytes of shared memory that a program of the ragged kernel needs at most.
-
-    Args:
-        head_dim, itemsize: of K and V.
-        v_head_dim: of V, if it is not `head_dim`.
-    """
+    """Return the bytes of shared memory that a program of the ragged kernel needs at most."""
     from pallas_paged.kernels.mosaic_sm80 import ragged
 
     sizes: dict[str, Any] = dict(head_dim=head_dim, v_head_dim=v_head_dim or head_dim)

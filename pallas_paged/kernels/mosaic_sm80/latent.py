@@ -28,8 +28,8 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
-from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, of_tokens, packed_plan
+from pallas_paged.kernels.mosaic.latent_merge import merge_latent
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.latent_decode import MOST_DECODE_HEADS, latent_decode
@@ -108,15 +108,7 @@ def latent_attention(
         grid=(plan.items.shape[0] * num_tiles,),
         grid_names=("program",),
     )
-    out, lse = merge_latent(
-        outputs.out,
-        outputs.lse,
-        outputs.partials,
-        plan.merges,
-        arrays.sinks,
-        MergeShape.of(shape, head_dim),
-        num_q_heads=num_q_heads,
-        most_rows=min(block_q, group) if is_decode else block_q,
-        interpret=interpret,
+    most_rows = min(block_q, group) if is_decode else block_q
+    return merge_latent(
+        outputs, plan.merges, shape, arrays, most_rows=most_rows, interpret=interpret
     )
-    return of_tokens(out, lse, num_tokens, num_q_heads)

@@ -65,11 +65,7 @@ def head_tiles(num_q_heads: int, block_q: int) -> int:
 def latent_shared_memory(
     config: LatentConfig, *, head_dim: int, rope_dim: int, itemsize: int
 ) -> int:
-    """Return the bytes of shared memory that a program needs at most.
-
-    Args:
-        head_dim, rope_dim, itemsize: of the latents.
-    """
+    """Return the bytes of shared memory that a program needs at most."""
     widths = latent_columns(head_dim, rope_dim, itemsize)
     tokens = config.num_stages * config.block_k
     forms = (2, 2, 4) if itemsize == 1 else (2,)  # bytes: even and odd elements, and pairs

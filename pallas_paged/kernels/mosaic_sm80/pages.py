@@ -140,9 +140,7 @@ class Copier:
     Attributes:
         pages, blocks: from where and to where.
         row: of the block table.
-        kv_head: the KV head.
         first_key, end_key: keys `[first_key, end_key)` that any query sees, at least one.
-        interpret: the kernel is interpreted.
     """
 
     pages: Pages

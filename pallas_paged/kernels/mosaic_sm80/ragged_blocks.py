@@ -136,11 +136,8 @@ class Stream:
     Attributes:
         pool, buffers: from where and to where.
         row: of the block table.
-        kv_head: the KV head.
         first_key, last_key: the keys that may be read.
-        lo, hi: the blocks.
         columns: of K and of V, from the slice of `columns_of_part`.
-        interpret: the kernel is interpreted.
     """
 
     pool: Pool

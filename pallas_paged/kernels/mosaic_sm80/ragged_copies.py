@@ -126,7 +126,6 @@ def take_turns(turns: Any, parity: Any, *, interpret: bool) -> None:
     `bar.sync` does the same, but compute-sanitizer takes two places of the code for an error.
 
     Args:
-        turns: the barrier.
         parity: 0 for the first meeting, 1 for the second one and so on, in turn.
     """
     if interpret:

@@ -149,11 +149,7 @@ class RaggedRows:
     def in_logits(
         self, work: WorkDescriptor, of_rows: RowOperands, options: LogitOptions, *, causal: bool
     ) -> QueryRows:
-        """Return what the logits of the rows depend on.
-
-        Args:
-            causal: whether a query sees no later key.
-        """
+        """Return what the logits of the rows depend on."""
         positions = work.before + self.tokens()
         last_seen = work.last_seen(positions, causal=causal)
         if of_rows.positions is not None:

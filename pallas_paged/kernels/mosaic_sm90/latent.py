@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.latent_merge import MergeShape, merge_latent
-from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, of_tokens, packed_plan
+from pallas_paged.kernels.mosaic.latent_merge import merge_latent
+from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, packed_plan
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowOperands
 from pallas_paged.kernels.mosaic_sm90.latent_program import Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
@@ -141,18 +141,9 @@ def mla_attention(
         num_threads=NUM_CONSUMERS + 1,
         thread_name="wg",
     )
-    out, lse = merge_latent(
-        outputs.out,
-        outputs.lse,
-        outputs.partials,
-        plan.merges,
-        arrays.sinks,
-        MergeShape.of(shape, head_dim),
-        num_q_heads=num_q_heads,
-        most_rows=most_rows,
-        interpret=interpret,
+    return merge_latent(
+        outputs, plan.merges, shape, arrays, most_rows=most_rows, interpret=interpret
     )
-    return of_tokens(out, lse, num_tokens, num_q_heads)
 
 
 def _with_more_heads(

@@ -261,6 +261,14 @@ class _Program:
         q_smem = self.q.at[stage, wg]
         if self.converts:
             store_permuted(q_smem, interpret=self.interpret)
+        queries = rows.in_logits(
+            work,
+            self.options,
+            causal=self.causal,
+            alibi_slopes=inputs.alibi_slopes,
+            given_positions=of_rows(inputs.work.positions),
+            tree_words=of_rows(inputs.work.tree_words),
+        )
         state = attend(
             q_smem,
             scratch.ring,
@@ -268,13 +276,9 @@ class _Program:
             rows,
             kv_iter,
             schedule=self.schedule,
-            alibi_slopes=inputs.alibi_slopes,
-            positions_ref=of_rows(inputs.work.positions),
-            tree_words=of_rows(inputs.work.tree_words),
-            causal=self.causal,
+            queries=queries,
             values_are_zeroed=self.converts,
             k_scales=self.logit_scales,
-            options=self.options,
             interpret=self.interpret,
         )
         shared = self.results_follow_queries

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import base2_logits
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import QueryRows, WorkDescriptor
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
@@ -75,13 +75,9 @@ def attend(
     kv_iter: jax.Array,
     *,
     schedule: ScheduleBarrier,
-    alibi_slopes: Any,  # f32[Hq] or None
-    positions_ref: Any,  # i32[64]; None where queries are the newest tokens of their sequence
-    tree_words: Any,  # i32[words, 64] or None
-    causal: bool,
+    queries: QueryRows,
     values_are_zeroed: bool,
     k_scales: Any,  # f32[num_stages, block_k] times `only_factor`, f32[] or None
-    options: LogitOptions,
     interpret: bool,
 ) -> State:
     """Return the state of a warpgroup's rows after the blocks of a work item.
@@ -91,25 +87,11 @@ def attend(
 
     Args:
         kv_iter: blocks that came through the ring before.
-        causal: whether a query sees no later key.
         values_are_zeroed: where the tile must not read them, by a converter.
     """
     num_stages, block_k, head_dim = ring.v.shape
-    lo, hi, kv_len, before = work.lo, work.hi, work.kv_len, work.before
-    token = rows.tile.place(rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW))[1]
-    positions = before + rows.offset + token
-    last_seen = work.last_seen(positions, causal=causal)
-    if positions_ref is not None:
-        positions = ops.load(positions_ref, ops.WGMMA_ROW)
-    slopes = None if alibi_slopes is None else rows.per_head(alibi_slopes)
-    queries = QueryRows(
-        options=options,
-        before=before,
-        positions=positions,
-        last_seen=last_seen,
-        slopes=slopes,
-        tree_words=tree_words,
-    )
+    lo, hi, kv_len = work.lo, work.hi, work.kv_len
+    options, positions, slopes = queries.options, queries.positions, queries.slopes
     only_factor = None if k_scales is None else options.only_factor(slopes)
 
     def zero_values(block, stage):

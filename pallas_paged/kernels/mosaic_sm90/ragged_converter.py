@@ -70,8 +70,6 @@ class Converter:
             `k_factor`. None where all tokens have one scale.
         converted: rows that were converted before and have no blocks in `source`, or None.
         block_tables: ref to i32`[B, N]`.
-        page_size: tokens of a page.
-        interpret: the kernel is interpreted.
     """
 
     source: Ring
@@ -89,9 +87,7 @@ class Converter:
     ) -> tuple[jax.Array, jax.Array]:
         """Send the blocks of a work item to `target`; return the next `(kv_iter, taken)`.
 
-        Args:
-            kv_iter: blocks that were sent before.
-            taken: the blocks from `source` before.
+        Before, `kv_iter` blocks were sent, and `taken` blocks came from `source`.
         """
         hi = end_of_pages(work, self.converted)
         self.convert(work, kv_head, hi, kv_iter, taken)

@@ -81,7 +81,6 @@ def scratch_types(
     """Return the types of the shared memory of a program.
 
     Args:
-        v_head_dim: of V, if it is not `head_dim`.
         scaled_logits: whether each token has a scale of its own, if pages are int8 or fp8.
         converted: `ConvertedRows` of the call, or None.
     """

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs
+from pallas_paged.kernels.mosaic.ragged_work import QueryRows, RaggedOutputs, WorkDescriptor
 
 WG_ROWS = 64  # rows of a warpgroup: one wgmma
 CHUNK = 8  # tokens of one head: a swizzle pattern spans 8 rows
@@ -89,6 +90,32 @@ class TileRows:
     offset: jax.Array
     first_head: jax.Array
     num_heads: jax.Array
+
+    def in_logits(
+        self,
+        work: WorkDescriptor,
+        options: LogitOptions,
+        *,
+        causal: bool,
+        alibi_slopes: Any,  # ref to f32[Hq], or None
+        given_positions: Any,  # ref to i32[64]; None where queries are the newest tokens
+        tree_words: Any,  # ref to i32[words, 64], or None
+    ) -> QueryRows:
+        """Return what the logits of the rows depend on."""
+        before = work.before
+        row = self.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
+        positions = before + self.offset + self.tile.place(row)[1]
+        last_seen = work.last_seen(positions, causal=causal)
+        if given_positions is not None:
+            positions = ops.load(given_positions, ops.WGMMA_ROW)
+        return QueryRows(
+            options=options,
+            before=before,
+            positions=positions,
+            last_seen=last_seen,
+            slopes=None if alibi_slopes is None else self.per_head(alibi_slopes),
+            tree_words=tree_words,
+        )
 
     def per_head(self, ref: Any) -> jax.Array:
         """Return f32`[64]`: for each row the value of `ref` f32`[Hq]` for its head."""

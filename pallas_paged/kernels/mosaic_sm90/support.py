@@ -113,11 +113,7 @@ def shared_memory(
 ) -> int:
     """Return the bytes of shared memory that a program of the ragged kernel needs. Imports Mosaic.
 
-    Args:
-        group: query heads of a KV head.
-        head_dim: of the queries and K.
-        v_head_dim: of V, if it is not `head_dim`.
-        kv_dtype: of the pages; queries have 16-bit elements.
+    Queries have 16-bit elements.
     """
     from pallas_paged.kernels.mosaic_sm90 import ragged
 

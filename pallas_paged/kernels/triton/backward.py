@@ -6,9 +6,9 @@ import jax
 
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.backward_keys import keys_gradient
 from pallas_paged.kernels.triton.backward_queries import queries_gradient
+from pallas_paged.kernels.triton.config import keys_config, queries_config
 
 
 def gradients(

@@ -19,7 +19,7 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_tiles import Tiles, Tiling, for_each_block, make_tiles
 from pallas_paged.kernels.triton import one_byte
-from pallas_paged.kernels.triton.backward_config import BackwardConfig
+from pallas_paged.kernels.triton.config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2, mask
 from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head

@@ -235,7 +235,6 @@ def decode_states(
 
     Args:
         arrays: of the call; `q` counts only for its shape where there is `new`.
-        options, config, interpret: as in `paged_decode`.
         new: the newest tokens of the rows, which are not in the pages yet.
 
     Returns:

@@ -70,7 +70,6 @@ def attend(
 
     Args:
         all_see: every row has seen a key, in this block or before.
-        operands: the dtypes, and whether the kernel is interpreted.
     """
     m_i, l_i, acc = state
     column = factor if isinstance(factor, float) else factor[:, None]

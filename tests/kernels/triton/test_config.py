@@ -9,11 +9,12 @@ import pytest
 from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 from pallas_paged.kernels.families import FAMILIES
-from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.config import (
     decode_config,
     decode_merge_config,
+    keys_config,
     most_shared_memory,
+    queries_config,
     ragged_config,
     writing_decode_config,
 )

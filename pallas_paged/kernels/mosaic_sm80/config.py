@@ -16,6 +16,8 @@ from pallas_paged.checks import (
 _MMA_ROWS = 16
 _WARPGROUP_ROWS = 64  # the least of a warpgroup of the ragged kernel
 _WARP_COLUMNS = 32  # of the four warps, 8 each
+# Elements of a row of shared memory, and of a product: a latent and its rotary key are multiples.
+LATENT_COLUMNS = 64
 _RESULT_COLUMNS = 256  # of a program of the ragged kernel: 128 f32 of a thread, for 64 rows
 
 
@@ -102,3 +104,38 @@ def result_columns(head_dim: int) -> tuple[int, int]:
     """Return among how many programs the columns of a result are divided, and those of each."""
     parts = -(-head_dim // _RESULT_COLUMNS)
     return parts, -(-head_dim // (parts * _MMA_ROWS)) * _MMA_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """How the kernel and its merge run. Results differ by rounding only.
+
+    Attributes:
+        block_q: query rows of a tile, one for each token and query head: 16 or 32.
+        block_k: latents per loop step, 16 or 32; 32 where a tile has 16 rows.
+        num_stages: blocks of latents in shared memory.
+        num_programs: programs of the device that run at the same time. Latents are split
+            where that lets them end earlier.
+        fixed_split_size: None, or tokens after which the latents are split of every row whose
+            queries fit one tile, a multiple of `block_k`.
+    """
+
+    block_q: int
+    block_k: int
+    num_stages: int
+    num_programs: int
+    fixed_split_size: int | None = None
+
+
+def latent_columns(head_dim: int, rope_dim: int, itemsize: int) -> tuple[int, int]:
+    """Return the 16-bit elements of a latent and of its rotary key in shared memory, padded."""
+    latent, rope = (x * itemsize // 2 for x in (head_dim, rope_dim))
+    return latent, -(-rope // LATENT_COLUMNS) * LATENT_COLUMNS
+
+
+def head_tiles(num_q_heads: int, block_q: int) -> int:
+    """Return among how many programs the heads of a token are divided.
+
+    More than one have the rows of one token each. Otherwise tiles have rows of several tokens.
+    """
+    return max(num_q_heads // block_q, 1) if num_q_heads % block_q == 0 else 1

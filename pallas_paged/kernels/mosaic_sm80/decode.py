@@ -35,13 +35,14 @@ from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota, load_shared
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
 from pallas_paged.kernels.mosaic_sm80.config import (
     MosaicSm80DecodeConfig,
     decode_columns,
     decode_rows,
 )
-from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
+from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier
 from pallas_paged.kernels.mosaic_sm80.ring import Span, can_prefetch, for_each_block
 
 
@@ -393,7 +394,7 @@ def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> DecodeInputs:
     return DecodeInputs(
         q=q,
         q_dtype=arrays.q.dtype,
-        pages=Pages.of(arrays),
+        pages=Pages.of(arrays, words=True),
         seq_lens=arrays.seq_lens,
         unit_ends=plan.unit_ends(arrays.seq_lens),
         alibi_slopes=None if slopes is None else tiled(slopes),

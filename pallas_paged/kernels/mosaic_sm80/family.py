@@ -12,17 +12,18 @@ from pallas_paged.kernels.call import Call, Kernel
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.family import Family
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
+from pallas_paged.kernels.mosaic_sm80.config import (
+    LATENT_COLUMNS,
+    MosaicSm80DecodeConfig,
+    MosaicSm80RaggedConfig,
+)
 from pallas_paged.kernels.mosaic_sm80.heuristics import (
     decode_config,
     decode_shared_memory,
-    ragged_config,
-    ragged_shared_memory,
-)
-from pallas_paged.kernels.mosaic_sm80.latent_config import (
-    LATENT_COLUMNS,
     latent_config,
     latent_shared_memory,
+    ragged_config,
+    ragged_shared_memory,
 )
 
 _COPY_BYTES = 16  # of one asynchronous copy

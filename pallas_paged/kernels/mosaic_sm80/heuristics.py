@@ -12,9 +12,11 @@ from typing import Any
 from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.mosaic.support import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80.config import (
+    LatentConfig,
     MosaicSm80DecodeConfig,
     MosaicSm80RaggedConfig,
     decode_rows,
+    head_tiles,
 )
 
 # Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
@@ -43,6 +45,18 @@ _LEAST_BYTES = 40e6 / 132  # of K and V
 # merge and a program's start cost more than another program hides. Conversions are more to hide.
 _LEAST_BLOCKS = (0, 16, 32)
 _LEAST_ONE_BYTE_BLOCKS = (0, 6, 32)
+# Programs, keys and stages with latents, by the rows of a tile. Two programs run the softmax of one
+# under the products of the other, and one begins while the other one reads.
+_LATENT_LOOPS = {
+    16: ((2, 32, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2), (1, 32, 1)),
+    32: ((2, 32, 2), (2, 16, 2), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
+}
+_ONE_BYTE_LATENT_LOOPS = {  # half of the time to read a block, and conversions in it
+    16: ((2, 32, 3), (2, 32, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2)),
+    32: ((2, 16, 2), (1, 32, 3), (1, 32, 2), (1, 16, 2), (1, 16, 1)),
+}
+# Keys per SM below which tiles of 16 rows have one program there: half as many states to merge.
+_MANY_KEYS = 1500
 
 
 def decode_shared_memory(
@@ -139,3 +153,39 @@ def ragged_config(sizes: Sizes) -> MosaicSm80RaggedConfig:
     programs = min(max(programs_per_sm, 1), 2) * num_sms
     per_kv_head = max(1, min(programs // num_kv_heads, num_blocks))
     return dataclasses.replace(config, num_programs=per_kv_head * num_kv_heads)
+
+
+def latent_shared_memory(
+    config: LatentConfig, *, head_dim: int, rope_dim: int, itemsize: int
+) -> int:
+    """Return the bytes of shared memory that a program of latents needs at most."""
+    from pallas_paged.kernels.mosaic_sm80 import latent_program, ops
+
+    sizes: dict[str, Any] = dict(head_dim=head_dim, rope_dim=rope_dim)
+    types = latent_program.scratch_types(config, **sizes, **_dtypes(itemsize))
+    return shared_memory_bytes(types, ops.COMPILER_PARAMS)
+
+
+def latent_config(sizes: Sizes) -> LatentConfig:
+    """Return the heuristic config of a call, of one token a sequence or with `num_tokens`."""
+    num_seqs, num_q_heads, num_sms = sizes.num_seqs, sizes.num_q_heads, sizes.num_sms
+    head_dim, rope_dim, itemsize = sizes.head_dim, sizes.rope_dim, sizes.itemsize
+    rows = num_q_heads * (sizes.num_tokens or num_seqs)
+    block_q = 16 if rows <= 16 * num_seqs else 32
+    loops = _LATENT_LOOPS if itemsize > 1 else _ONE_BYTE_LATENT_LOOPS
+    few_keys = block_q == 16 and num_seqs * sizes.max_kv_len < _MANY_KEYS * num_sms
+    for programs_per_sm, block_k, num_stages in loops[block_q]:
+        if programs_per_sm > 1 and few_keys:
+            continue
+        config = LatentConfig(
+            block_q=block_q, block_k=block_k, num_stages=num_stages, num_programs=1
+        )
+        needed = latent_shared_memory(
+            config, head_dim=head_dim, rope_dim=rope_dim, itemsize=itemsize
+        )
+        if needed + 1024 <= (sizes.shared_memory + 1024) // programs_per_sm:
+            break
+    tiles = head_tiles(num_q_heads, block_q)
+    num_blocks = (rows // (tiles * block_q) + num_seqs) * -(-sizes.max_kv_len // config.block_k)
+    per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
+    return dataclasses.replace(config, num_programs=per_tile * tiles)

@@ -29,17 +29,17 @@ from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.latent_merge import merge_latent
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig, head_tiles
+from pallas_paged.kernels.mosaic_sm80.config import LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.latent_decode import MOST_DECODE_HEADS, latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     RaggedProgram,
     query_operands,
-    scratch_types,
+    scratch_of,
 )
-from pallas_paged.kernels.mosaic_sm80.pages import Pages
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedInputs, RowOperands
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowInputs, RowOperands
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
@@ -73,9 +73,9 @@ def latent_attention(
         shape = PlanShape.of(arrays, config, options, group=group, num_programs=num_programs)
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
-    inputs = RaggedInputs(
+    inputs = RowInputs(
         q=query_operands(arrays),
-        pages=Pages.of(arrays),
+        pages=Pages.of(arrays, words=True),
         items=plan.items,
         of_rows=RowOperands.of(arrays, options, num_tiles=num_tiles, count=block_q),
     )
@@ -101,7 +101,7 @@ def latent_attention(
         body,
         inputs,
         outputs,
-        scratch_types(arrays, config),
+        scratch_of(arrays, config),
         name="mla_attention",
         params=ops.COMPILER_PARAMS,
         interpret=interpret,

@@ -22,18 +22,18 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.latent_config import LatentConfig
+from pallas_paged.kernels.mosaic_sm80.config import LatentConfig
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentProgram,
     query_operands,
-    scratch_types,
+    scratch_of,
 )
-from pallas_paged.kernels.mosaic_sm80.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
-    RaggedInputs,
     RaggedRows,
+    RowInputs,
     RowOperands,
 )
 from pallas_paged.kernels.mosaic_sm80.ring import can_prefetch
@@ -137,9 +137,9 @@ def latent_decode(
         num_kv_heads=1,
         max_kv_len=arrays.max_kv_len,
     )
-    inputs = RaggedInputs(
+    inputs = RowInputs(
         q=query_operands(arrays),
-        pages=Pages.of(arrays),
+        pages=Pages.of(arrays, words=True),
         items=None,
         of_rows=RowOperands.of(arrays, options, num_tiles=1, count=config.block_q),
     )
@@ -171,7 +171,7 @@ def latent_decode(
         body,
         (inputs, lens),
         partials,
-        scratch_types(arrays, config),
+        scratch_of(arrays, config),
         name="mla_attention",
         params=ops.COMPILER_PARAMS,
         interpret=interpret,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
@@ -20,13 +21,13 @@ from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota, load_sh
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
-from pallas_paged.kernels.mosaic_sm80.latent_config import (
+from pallas_paged.kernels.mosaic_sm80.config import (
     LATENT_COLUMNS,
     LatentConfig,
     latent_columns,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedInputs, RaggedRows
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs
 from pallas_paged.kernels.mosaic_sm80.ring import Span, for_each_block
 
 
@@ -48,11 +49,20 @@ class LatentScratch:
     blocks: Blocks
 
 
-def scratch_types(arrays: Arrays, config: LatentConfig) -> LatentScratch:
+def scratch_types(
+    config: LatentConfig,
+    *,
+    head_dim: int,
+    rope_dim: int,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
+    scales_by_token: bool,
+) -> LatentScratch:
     """Return the types of the shared memory of a program."""
-    is_one_byte, rows = arrays.k_pages.dtype.itemsize == 1, config.block_q
-    operand = jnp.float16 if is_one_byte else arrays.q.dtype
-    widths = latent_columns(arrays.head_dim, arrays.rope_dim, arrays.k_pages.dtype.itemsize)
+    itemsize, rows = jnp.dtype(kv_dtype).itemsize, config.block_q
+    is_one_byte = itemsize == 1
+    operand = jnp.float16 if is_one_byte else dtype
+    widths = latent_columns(head_dim, rope_dim, itemsize)
     num_forms = 2 if is_one_byte else 1
     return LatentScratch(
         arrived=[plgpu.SMEM((rows, width), jnp.int32) for width in widths] if is_one_byte else None,
@@ -63,14 +73,26 @@ def scratch_types(arrays: Arrays, config: LatentConfig) -> LatentScratch:
             block_k=config.block_k,
             columns=sum(widths),
             dtype=jnp.int16 if is_one_byte else operand,
-            scales_by_token=arrays.k_scales is not None and arrays.k_scales.ndim > 0,
+            scales_by_token=scales_by_token,
             latent=True,
         ),
     )
 
 
+def scratch_of(arrays: Arrays, config: LatentConfig) -> LatentScratch:
+    """Return the types of the shared memory of a program of a call."""
+    return scratch_types(
+        config,
+        head_dim=arrays.head_dim,
+        rope_dim=arrays.rope_dim,
+        dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
+        scales_by_token=arrays.k_scales is not None and arrays.k_scales.ndim > 0,
+    )
+
+
 def query_operands(arrays: Arrays) -> list[jax.Array]:
-    """Return `RaggedInputs.q` of a call. Nothing is copied."""
+    """Return `RowInputs.q` of a call. Nothing is copied."""
     found = [x.reshape(-1, x.shape[-1]) for x in (arrays.q, arrays.q_pe) if x is not None]
     if arrays.k_pages.dtype.itemsize > 1:
         return found
@@ -98,7 +120,7 @@ class LatentProgram:
         Others: as in the kernel's call.
     """
 
-    inputs: RaggedInputs
+    inputs: RowInputs
     scratch: LatentScratch
     options: LogitOptions
     num_q_heads: int

@@ -100,15 +100,6 @@ def scalars(*values: Any) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(x, jnp.int32) for x in values)
 
 
-def strides(axes: str, ref: Any) -> dict[str, int]:
-    """Return the bytes from one element to the next along each axis of a ref or array."""
-    size, found = jnp.dtype(ref.dtype).itemsize, {}
-    for letter, length in zip(reversed(axes), reversed(ref.shape), strict=True):
-        found[letter] = size
-        size *= length
-    return found
-
-
 def copy_rows(
     source: Any, to: Any, first: jax.Array, count: Any, *, plain: bool = False, interpret: bool
 ) -> None:

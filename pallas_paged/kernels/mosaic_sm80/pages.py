@@ -1,4 +1,4 @@
-"""The pages of a call and their blocks in shared memory, and the asynchronous copies between them.
+"""Blocks of keys in shared memory, and the asynchronous copies of pages to them.
 
 A block is `block_k` tokens of one KV head. cp.async copies 16 bytes a thread, so the rows of a
 block may come from anywhere: pages have any size and any layout. Rows that no query sees arrive as
@@ -11,7 +11,7 @@ they point at, so no thread waits for one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,71 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile
-from pallas_paged.pages.layout import PageLayout
 
 _TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
-
-
-@pytree
-class Pages:
-    """The pages of K and V and their scales, with all axes of their layout: arrays or refs.
-
-    Attributes:
-        k, v: one-byte elements as words i16`[..., D / 2]`; v is None of latents.
-        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None; of
-            latents only those of k.
-        block_tables: i32`[B, N]`.
-    """
-
-    k: Any
-    v: Any
-    k_scales: Any
-    v_scales: Any
-    block_tables: Any
-    layout: PageLayout = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> Self:
-        """Return the pages of a call. Nothing is copied."""
-
-        def words(x):
-            if x is None or x.dtype.itemsize > 1:
-                return x
-            return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
-
-        is_latent = arrays.q_pe is not None
-        k, v = (arrays.k_pages, None) if is_latent else arrays.kv_pages
-        return cls.with_pages(arrays, words(k), words(v))
-
-    @classmethod
-    def with_pages(cls, arrays: Arrays, k: Any, v: Any) -> Self:
-        """Return the pages `k` and `v` with the scales and the block tables of a call."""
-        scales = (arrays.k_scales, arrays.v_scales)
-        k_scales, v_scales = (x.reshape(1) if x is not None and not x.ndim else x for x in scales)
-        return cls(
-            k=k,
-            v=v,
-            k_scales=k_scales,
-            v_scales=v_scales,
-            block_tables=arrays.block_tables,
-            layout=arrays.layout,
-        )
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layout.size(self.k.shape, "H")
-
-    @property
-    def page_size(self) -> int:
-        return self.layout.size(self.k.shape, "N")
-
-    @property
-    def scales_by_token(self) -> bool:
-        """Whether each token of each KV head has scales of its own."""
-        return self.k_scales is not None and self.k_scales.shape != (1,)
 
 
 @pytree
@@ -240,12 +180,16 @@ class Copier:
         pages, blocks, layout = self.pages, self.blocks, self.pages.layout
         num_stages, block_k, columns = blocks.k.shape
         item = jnp.dtype(blocks.k.dtype).itemsize
-        page_bytes = ops.strides(layout.axes, pages.k)
+        strides = layout.strides(layout.axes, pages.k.shape)
+        page_bytes = {axis: count * item for axis, count in strides.items()}
         head_bytes = pages.k.shape[-1] * item
         tile = Tile(columns=columns, dtype=blocks.k.dtype, in_parts=blocks.v is None)
         page_size, num_slots = pages.page_size, blocks.tables.shape[0]
         scales = self._scale_pairs
-        of_scales = ops.strides(layout.scale_axes, pages.k_scales) if scales else {}
+        of_scales = {}
+        if scales:
+            strides = layout.strides(layout.scale_axes, pages.k_scales.shape)
+            of_scales = {axis: 4 * count for axis, count in strides.items()}
         ref, block_ref = plgpu.RefType(), plgpu.RefType(ops.transforms(columns, blocks.k.dtype))
 
         @plgpu.inline_mgpu(

@@ -32,7 +32,7 @@ from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, resu
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_program import Program, scratch_types
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedInputs, RowOperands
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowInputs, RowOperands
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 # No reduction goes across warps.
@@ -61,7 +61,7 @@ def ragged_paged_attention(
         shape = PlanShape.of(arrays, config, options, num_programs=num_programs)
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
-    inputs = RaggedInputs(
+    inputs = RowInputs(
         q=arrays.q.reshape(num_tokens * num_q_heads, head_dim),
         pages=Pool.of(arrays),
         items=plan.items,

@@ -11,7 +11,7 @@ One-byte rows arrive in buffers of their own a block earlier, and are converted 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,11 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK
-from pallas_paged.kernels.mosaic_sm80.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     Places,
     convert_rows,
@@ -39,12 +38,7 @@ from pallas_paged.pages.layout import K, V
 
 @pytree
 class Pool(Pages):
-    """The pages of a call as they are; `find_keys` counts their bytes."""
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> Self:
-        """Return the pages of a call."""
-        return cls.with_pages(arrays, *arrays.kv_pages)
+    """The pages of a call, whose bytes `find_keys` counts."""
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -55,14 +49,14 @@ class Pool(Pages):
     @property
     def strides(self) -> dict[str, int]:
         """Units from one page, token, head or half of a pair to the next, of K and of V."""
-        strides = ops.strides(self.layout.axes, self.k)
-        return {letter: strides[letter] // self.units[K] for letter in strides if letter != "D"}
+        strides = self.layout.strides(self.layout.axes, self.k.shape)
+        item, unit = jnp.dtype(self.k.dtype).itemsize, self.units[K]
+        return {axis: count * item // unit for axis, count in strides.items() if axis != "D"}
 
     @property
     def scale_strides(self) -> dict[str, int]:
         """Elements from one scale to the next along each axis."""
-        strides = ops.strides(self.layout.scale_axes, self.k_scales)
-        return {letter: stride // 4 for letter, stride in strides.items()}
+        return self.layout.strides(self.layout.scale_axes, self.k_scales.shape)
 
     @property
     def places(self) -> list[Places]:

@@ -30,8 +30,8 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROWS,
-    RaggedInputs,
     RaggedRows,
+    RowInputs,
     columns_of_part,
     store_rows,
 )
@@ -86,7 +86,7 @@ def scratch_types(
 class Program:
     """One program of the kernel; `run` runs it."""
 
-    inputs: RaggedInputs
+    inputs: RowInputs
     outputs: RaggedOutputs  # partials [Hkv, partials, R, ..]
     scratch: RaggedScratch
     options: LogitOptions

@@ -78,13 +78,13 @@ class RowOperands:
 
 
 @pytree
-class RaggedInputs:
+class RowInputs:
     """Operands of the ragged kernels, or refs to them.
 
     Attributes:
-        q: `[T * Hq, D]`; of latents `[T * Hq, D]` and `[T * Hq, rope_dim]`, with one-byte pages
-            pairs as i32`[.., D / 2]`.
-        pages: with the block tables.
+        q: `[T * Hq, D]`; of latents a list, `[T * Hq, D]` and `[T * Hq, rope_dim]`. Pairs i32 where
+            one-byte pages are words.
+        pages: with scales and block tables.
         items: i32`[num_items, 16]`, packed descriptors of the work items; None in decoding.
         of_rows: of the query rows.
     """

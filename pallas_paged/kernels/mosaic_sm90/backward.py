@@ -13,9 +13,9 @@ from jax import lax
 from pallas_paged.kernels.backward_plan import PageReaders
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm90 import backward_keys, backward_queries
 from pallas_paged.kernels.mosaic_sm90.backward_rows import PackedRows, work_of_keys, work_of_queries
-from pallas_paged.kernels.mosaic_sm90.ring import Pool
 from pallas_paged.kernels.triton.family import TRITON
 
 
@@ -41,9 +41,7 @@ def gradients(
     )
 
     def inputs(work):
-        return backward_keys.BackwardInputs(
-            rows=packed, pool=Pool.of(arrays), block_tables=arrays.block_tables, work=work
-        )
+        return backward_keys.BackwardInputs(rows=packed, pages=Pages.of(arrays), work=work)
 
     found: dict[str, jax.Array] = {}
     if "q" in names:

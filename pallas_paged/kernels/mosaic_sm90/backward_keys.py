@@ -27,8 +27,9 @@ from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm90.backward_rows import Work
-from pallas_paged.kernels.mosaic_sm90.ring import Pool, wgmma_transforms
+from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 from pallas_paged.pages.layout import K, V
 
 BLOCK_K = 128
@@ -63,8 +64,7 @@ class BackwardInputs:
     """Operands of the kernel, or refs to them."""
 
     rows: QueryRows
-    pool: Pool
-    block_tables: Any  # i32[B, N]
+    pages: Pages
     work: Work
 
 
@@ -182,7 +182,7 @@ def two_products(a: Any, b: Any, c: Any, d: Any) -> tuple[jax.Array, jax.Array]:
 def _produce(inputs: BackwardInputs, scratch: KeysScratch, work: Work, head: jax.Array) -> None:
     """Send the tile of keys, then the blocks of queries."""
     num_stages = scratch.q.shape[0]
-    page_size, rows = inputs.pool.page_size, inputs.rows
+    page_size, rows = inputs.pages.page_size, inputs.rows
     tokens = min(page_size, BLOCK_K)
 
     @pl.when(work.hi > work.lo)
@@ -191,12 +191,12 @@ def _produce(inputs: BackwardInputs, scratch: KeysScratch, work: Work, head: jax
         for i in range(0, BLOCK_K, tokens):
             place = work.first + i
             # Past the row's last page the table may hold anything: copy the last page again.
-            page = inputs.block_tables[work.seq, jnp.minimum(place // page_size, last_page)]
+            page = inputs.pages.block_tables[work.seq, jnp.minimum(place // page_size, last_page)]
             first = 0
             if page_size > tokens:
                 first = pl.multiple_of(lax.rem(place, page_size), tokens)
             for kv, ref in ((K, scratch.k), (V, scratch.v)):
-                box = inputs.pool.box(kv, page=page, tokens=pl.ds(first, tokens), kv_head=head)
+                box = inputs.pages.box(kv, page=page, tokens=pl.ds(first, tokens), kv_head=head)
                 plgpu.copy_gmem_to_smem(box, ref.at[pl.ds(i, tokens)], scratch.kv_full)
 
     @pl.loop(work.lo, work.hi)
@@ -235,7 +235,7 @@ def keys_gradient(
     scratch: Any = KeysScratch.types(
         num_stages=num_stages,
         head_dim=head_dim,
-        page_size=inputs.pool.page_size,
+        page_size=inputs.pages.page_size,
         dtype=inputs.rows.q.dtype,
     )
     of_k, of_v = plgpu.kernel(

@@ -97,9 +97,9 @@ def _queries_kernel(
             inputs.rows.send(scratch, i, kv_head=head, where=rows_of(i))
         kv_iter = stream(
             ring,
-            inputs.pool,
+            inputs.pages,
+            work.seq,
             head,
-            inputs.block_tables.at[work.seq],
             lo=work.lo,
             hi=work.hi,
             kv_len=jnp.maximum(work.kv_len, 1),
@@ -182,7 +182,7 @@ def queries_gradient(
     num_kv_heads, num_rows, head_dim = q.shape
     out = result_shape(q.shape, q.dtype, varying=False)
     scratch: Any = QueriesScratch.types(
-        block_k=block_k, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
+        block_k=block_k, head_dim=head_dim, page_size=inputs.pages.page_size, dtype=q.dtype
     )
     kernel = functools.partial(_queries_kernel, group=group, options=options, interpret=interpret)
     result = plgpu.kernel(

@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP, Emitter
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import pair_ptx
-from pallas_paged.kernels.mosaic_sm90.ring import Pool, Scales
 from pallas_paged.pages.layout import K, V
 
 _AT_ONCE = 8  # pieces that a thread asks for before it uses the first
@@ -29,9 +29,8 @@ _AT_ONCE = 8  # pieces that a thread asks for before it uses the first
 class BlockConversion:
     """One block of K or V of one KV head of a row, as refs and scalars."""
 
-    pool: Pool
-    scales: Scales
-    block_table: Any  # i32[N], of the row
+    pages: Pages
+    row: jax.Array
     kv: int
     kv_head: jax.Array
     block: jax.Array
@@ -44,16 +43,19 @@ class BlockConversion:
         """Convert the block to `out` [block_k, D]; of K, its scales too, times `k_factor`."""
         if self.interpret:
             return self.convert_interpreted(out, k_scales)
-        pages = (self.pool.k, self.pool.v)[self.kv]
-        scales = (self.scales.k, self.scales.v)[self.kv]
+        pages = (self.pages.k, self.pages.v)[self.kv]
+        scales = (self.pages.k_scales, self.pages.v_scales)[self.kv]
+        table = self.pages.block_tables.at[self.row]
         if self.kv == V:
             k_scales = None
-        given = (pages, self.block_table, scales, out, *(() if k_scales is None else (k_scales,)))
+        given = (pages, table, scales, out, *(() if k_scales is None else (k_scales,)))
         scalars = self.kv_head, self.block, self.kv_len, self.first_key
-        layout, scale_axes = self.pool.layout, self.scales.layout.scale_axes
+        layout, scale_axes = self.pages.layout, self.pages.layout.scale_axes
         byte_strides = layout.strides(layout.axes, pages.shape)
-        scale_strides = layout.strides(scale_axes, scales.shape) if self.scales.of_tokens else None
-        page_size, scaled, k_factor = self.pool.page_size, self.kv == V, self.k_factor
+        scale_strides = (
+            layout.strides(scale_axes, scales.shape) if self.pages.scales_by_token else None
+        )
+        page_size, scaled, k_factor = self.pages.page_size, self.kv == V, self.k_factor
         (block_k, head_dim), dtype, kv_dtype = out.shape, out.dtype, pages.dtype
         kv_offset = self.kv * byte_strides.get("2", 0)
         refs = (plgpu.RefType(),) * len(given)
@@ -157,19 +159,22 @@ class BlockConversion:
 
     def convert_interpreted(self, out: Any, k_scales: Any) -> None:
         """Convert by operations that the interpreter has; columns keep their order."""
-        page_size, (block_k, _) = self.pool.page_size, out.shape
+        page_size, (block_k, _) = self.pages.page_size, out.shape
 
         @pl.loop(0, block_k)
         def convert(i):
             token = jnp.clip(self.block * block_k + i, self.first_key, self.kv_len - 1)
-            page, place = self.block_table[token // page_size], lax.rem(token, page_size)
-            scales = (self.scales.k, self.scales.v)[self.kv]
-            if self.scales.of_tokens:
+            page, place = (
+                self.pages.block_tables[self.row, token // page_size],
+                lax.rem(token, page_size),
+            )
+            scales = (self.pages.k_scales, self.pages.v_scales)[self.kv]
+            if self.pages.scales_by_token:
                 at = {"P": page, "N": place, "H": self.kv_head}
-                scale = scales[tuple(at[axis] for axis in self.scales.layout.scale_axes)]
+                scale = scales[tuple(at[axis] for axis in self.pages.layout.scale_axes)]
             else:
                 scale = scales[0]
-            box = self.pool.box(self.kv, page=page, tokens=pl.ds(place, 1), kv_head=self.kv_head)
+            box = self.pages.box(self.kv, page=page, tokens=pl.ds(place, 1), kv_head=self.kv_head)
             x = box[...].astype(jnp.float32) * (scale if self.kv == V else 1.0)
             x = jnp.where(token == self.block * block_k + i, x, 0.0)
             out[pl.ds(i, 1)] = x.astype(out.dtype)

@@ -26,9 +26,10 @@ from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm90.block_conversion import BlockConversion
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
-from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, Scales
+from pallas_paged.kernels.mosaic_sm90.ring import Ring
 from pallas_paged.pages.layout import K, V
 from pallas_paged.pages.prefix_sums import prefix_sums
 
@@ -142,22 +143,20 @@ def convert_rows(
         return None
     with jax.named_scope("ragged_plan"):
         first_block, blocks = _choose(arrays, options, config, room)
-    scales = Scales.of(arrays)
-    assert scales is not None
+    pages = Pages.of(arrays)
     shape = (arrays.num_kv_heads, room, config.block_k)
     kv = result_shape((*shape, arrays.head_dim), arrays.q.dtype, varying=False)
     rows = ConvertedRows(
         k=kv,
         v=kv,
-        k_scales=result_shape(shape, jnp.float32, varying=False) if scales.of_tokens else None,
+        k_scales=result_shape(shape, jnp.float32, varying=False) if pages.scales_by_token else None,
         first_block=None,
     )
-    inputs = Pool.of(arrays), scales, arrays.block_tables, blocks
     num_programs = _PROGRAMS * config.num_programs
     k_factor = options.only_factor(arrays.alibi_slopes)
 
     def body(inputs, rows):
-        pool, scales, block_tables, blocks = inputs
+        pages, blocks = inputs
         count = 2 * arrays.num_kv_heads * blocks.count[0]
         program = lax.axis_index("program")
 
@@ -172,9 +171,8 @@ def convert_rows(
                 @pl.when(lax.rem(unit, 2) == kv)
                 def _(kv=kv, out=out):
                     BlockConversion(
-                        pool=pool,
-                        scales=scales,
-                        block_table=block_tables.at[row],
+                        pages=pages,
+                        row=row,
                         kv=kv,
                         kv_head=kv_head,
                         block=block,
@@ -189,7 +187,7 @@ def convert_rows(
 
     rows = ops.run_kernel(
         body,
-        inputs,
+        (pages, blocks),
         rows,
         name="ragged_convert_rows",
         params=plgpu.CompilerParams(),

@@ -24,8 +24,9 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.latent_merge import merge_latent
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, packed_plan
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowOperands
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowInputs, RowOperands
 from pallas_paged.kernels.mosaic_sm90.latent_program import Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
@@ -33,10 +34,8 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
-    LatentInputs,
     LatentScratch,
 )
-from pallas_paged.kernels.mosaic_sm90.ring import Pool
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -93,12 +92,9 @@ def mla_attention(
         )
         plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
     assert arrays.q_pe is not None
-    inputs = LatentInputs(
-        q_nope=_flat(arrays.q, block_q, interpret=interpret),
-        q_pe=_flat(arrays.q_pe, block_q, interpret=interpret),
-        pool=Pool.of(arrays),
-        block_tables=arrays.block_tables,
-        scales=None if arrays.k_scales is None else jnp.atleast_1d(arrays.k_scales),
+    inputs = RowInputs(
+        q=[_flat(q, block_q, interpret=interpret) for q in (arrays.q, arrays.q_pe)],
+        pages=Pages.of(arrays),
         items=plan.items,
         of_rows=RowOperands.of(arrays, options, num_tiles=1, count=block_q),
     )

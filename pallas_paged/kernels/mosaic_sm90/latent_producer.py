@@ -27,14 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, THREADS, WARPGROUP, Emitter, Tile
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
     CLUSTER,
     HEADS_MULTIPLE,
     ROWS,
     SWIZZLE,
-    LatentInputs,
     LatentScratch,
 )
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import pair_ptx
@@ -49,7 +48,7 @@ _AT_ONCE = 5  # chunks of 16 bytes that a thread loads before it uses the first
 class Producer:
     """The producer warpgroup of a program that attends a work item."""
 
-    inputs: LatentInputs
+    inputs: RowInputs
     scratch: LatentScratch
     work: WorkDescriptor
     rows: RaggedRows
@@ -61,7 +60,7 @@ class Producer:
         scratch, rows = self.scratch, self.rows
         # 64 rows from the tile's first on; the last ones may be of other sequences.
         first_row = pl.multiple_of(rows.q_start * rows.group + rows.offset, HEADS_MULTIPLE)
-        for source, to in zip((self.inputs.q_nope, self.inputs.q_pe), scratch.queries, strict=True):
+        for source, to in zip(self.inputs.q, scratch.queries, strict=True):
             plgpu.copy_gmem_to_smem(source.at[pl.ds(first_row, ROWS)], to, scratch.q_full)
         if scratch.bytes is None:
             self.send_blocks()
@@ -111,11 +110,11 @@ class Producer:
 
     def pages_of(self, block: jax.Array) -> tuple[jax.Array, ...]:
         """Return the pages of a block: one for each of its copies."""
-        work, page_size = self.work, self.inputs.pool.page_size
+        work, page_size = self.work, self.inputs.pages.page_size
         first_page = work.first_key // page_size if self.has_window else None
         last_page = (work.kv_len - 1) // page_size
         return tuple(
-            self.inputs.block_tables[
+            self.inputs.pages.block_tables[
                 work.row, page_to_read((block * BLOCK_K + i) // page_size, first_page, last_page)
             ]
             for i in range(0, BLOCK_K, min(page_size, BLOCK_K))
@@ -123,7 +122,7 @@ class Producer:
 
     def copies(self, ring: Any, full: Any, free: Any) -> Callable[..., tuple[jax.Array, ...]]:
         """Return a function that copies a block to a ring and returns the next block's pages."""
-        work, pool = self.work, self.inputs.pool
+        work, pool = self.work, self.inputs.pages
         page_size, num_stages = pool.page_size, ring.shape[0]
         step = min(page_size, BLOCK_K)
         shared = self.scratch.cluster_done is not None
@@ -153,14 +152,16 @@ class Producer:
     def pages_of_tokens(self, block: jax.Array) -> jax.Array:
         """Return the pages of the threads' tokens, where tokens have scales of their own."""
         _, token = self.tokens_of(block)
-        if self.inputs.scales.shape == (1,):
+        if self.inputs.pages.k_scales.shape == (1,):
             return token
-        row = self.work.row * self.inputs.block_tables.shape[1]
-        return self.gather(self.inputs.block_tables, row + token // self.inputs.pool.page_size)
+        row = self.work.row * self.inputs.pages.block_tables.shape[1]
+        return self.gather(
+            self.inputs.pages.block_tables, row + token // self.inputs.pages.page_size
+        )
 
     def scales_of(self, block: jax.Array, pages: jax.Array) -> jax.Array:
         """Return the scales f32 of the threads' tokens, which have these pages."""
-        pool, scales = self.inputs.pool, self.inputs.scales
+        pool, scales = self.inputs.pages, self.inputs.pages.k_scales
         if scales.shape == (1,):
             return ops.full((WARPGROUP,), 1.0, THREADS) * scales[0]
         strides = pool.layout.strides(pool.layout.scale_axes, scales.shape)

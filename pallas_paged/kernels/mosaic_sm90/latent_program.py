@@ -30,14 +30,13 @@ from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescripto
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, store_rows
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs, store_rows
 from pallas_paged.kernels.mosaic_sm90.latent_producer import Producer
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     BLOCK_K,
     CLUSTER,
     NUM_CONSUMERS,
     ROWS,
-    LatentInputs,
     LatentScratch,
 )
 
@@ -50,7 +49,7 @@ _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is
 class Program:
     """One program of the kernel; `run` runs it."""
 
-    inputs: LatentInputs
+    inputs: RowInputs
     outputs: RaggedOutputs  # partials [1, partials, R, ..]
     scratch: LatentScratch
     options: LogitOptions
@@ -114,7 +113,7 @@ class Consumer(Program):
     @property
     def num_columns(self) -> int:
         """Columns of the result that the consumer has."""
-        return self.inputs.q_nope.shape[1] // NUM_CONSUMERS
+        return self.inputs.q[0].shape[1] // NUM_CONSUMERS
 
     @property
     def columns(self) -> Any:
@@ -128,7 +127,7 @@ class Consumer(Program):
     def consume(self, work: WorkDescriptor, rows: RaggedRows) -> None:
         """Attend, and store the result or the partial state."""
         inputs, outputs, scratch = self.inputs, self.outputs, self.scratch
-        state, head_dim = self.attend(work, rows), inputs.q_nope.shape[1]
+        state, head_dim = self.attend(work, rows), inputs.q[0].shape[1]
 
         @pl.when(work.partial < 0)
         def _():
@@ -169,7 +168,7 @@ class Consumer(Program):
     def attend(self, work: WorkDescriptor, rows: RaggedRows) -> State:
         """Return the state of the rows and of the consumer's columns after a work item."""
         inputs, scratch, options, wg = self.inputs, self.scratch, self.options, self.wg
-        head_dim, rope_dim = inputs.q_nope.shape[1], inputs.q_pe.shape[1]
+        head_dim, rope_dim = inputs.q[0].shape[1], inputs.q[1].shape[1]
         queries = rows.in_logits(work, inputs.of_rows, options, causal=self.causal)
 
         def multiply_qk(block):

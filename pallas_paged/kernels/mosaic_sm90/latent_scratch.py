@@ -1,4 +1,4 @@
-"""Operands and shared memory of a program of the kernel of latent attention."""
+"""Shared memory of a program of the kernel of latent attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowOperands
-from pallas_paged.kernels.mosaic_sm90.ring import Pool
 
 ROWS = 64  # of a tile: one wgmma
 BLOCK_K = 32
@@ -22,29 +20,6 @@ CLUSTER = "half"  # axis of the programs of a cluster, which share a tile and al
 SWIZZLE = 64  # bytes: the probabilities of a block are one tile wide
 _NUM_STAGES = 4
 _NUM_CONVERTED_STAGES, _NUM_BYTE_STAGES = 3, 2  # of one-byte pages
-
-
-@pytree
-class LatentInputs:
-    """Operands of the kernel, or refs to them.
-
-    Attributes:
-        q_nope, q_pe: `[T * Hq, D]` and `[T * Hq, R]`, with at least 64 rows.
-        pool: pages of latents `[.., D + R]`.
-        block_tables: i32`[B, N]`.
-        scales: of one-byte pages f32 in the order of `layout.scale_axes`, or f32`[1]` for all
-            tokens; else None.
-        items: i32`[num_items, 16]`, packed descriptors of the work items.
-        of_rows: of the query rows.
-    """
-
-    q_nope: Any
-    q_pe: Any
-    pool: Pool
-    block_tables: Any
-    scales: Any
-    items: Any
-    of_rows: RowOperands
 
 
 @pytree

@@ -59,7 +59,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     TileShape,
     store_rows,
 )
-from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales, drain, stream
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import TileScheduler, WorkTile, plan_work
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
@@ -123,7 +123,7 @@ class _Program:
 
     def unpack(self, work_id: jax.Array) -> WorkTile:
         """Return the work tile with this id."""
-        return WorkTile.unpack(work_id, self.tile, self.inputs.pool.num_kv_heads)
+        return WorkTile.unpack(work_id, self.tile, self.inputs.pages.num_kv_heads)
 
     def receive(self, i: jax.Array) -> jax.Array:
         """Wait for work tile `i` of the program; return its work id, or -1 after the last."""
@@ -182,9 +182,9 @@ class _Program:
                 )
         return stream(
             self.copied,
-            inputs.pool,
+            inputs.pages,
+            work.row,
             work_tile.kv_head,
-            inputs.block_tables.at[work.row],
             lo=work.lo,
             hi=end_of_pages(work, inputs.converted),
             kv_len=jnp.maximum(work.kv_len, 1),
@@ -215,8 +215,8 @@ class _Program:
     @property
     def logit_scales(self) -> Any:
         """Scales of K: a ref to the scales of the blocks in the ring, one for all keys, or None."""
-        scales = self.inputs.scales
-        return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
+        pages, is_one = self.inputs.pages, self.converts and not self.inputs.pages.scales_by_token
+        return pages.k_scales[0] if is_one else self.scratch.k_scales
 
     def convert(self, stage: jax.Array, work_id: jax.Array, iters: Any) -> Any:
         """Send the keys and values of a work tile to the consumers, in q's dtype."""
@@ -227,10 +227,8 @@ class _Program:
             target=scratch.ring,
             k_scales=scratch.k_scales,
             k_factor=1.0 if k_factor is None else k_factor,
-            scales=inputs.scales,
+            pages=inputs.pages,
             converted=inputs.converted,
-            block_tables=inputs.block_tables,
-            page_size=inputs.pool.page_size,
             interpret=self.interpret,
         )
         work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
@@ -261,6 +259,7 @@ class _Program:
         q_smem = self.q.at[stage, wg]
         if self.converts:
             store_permuted(q_smem, interpret=self.interpret)
+        k_scales = self.logit_scales
         queries = rows.in_logits(
             work,
             self.options,
@@ -278,7 +277,7 @@ class _Program:
             schedule=self.schedule,
             queries=queries,
             values_are_zeroed=self.converts,
-            k_scales=self.logit_scales,
+            k_scales=k_scales,
             interpret=self.interpret,
         )
         shared = self.results_follow_queries
@@ -328,10 +327,10 @@ def ragged_paged_attention(
         work, merges, num_partials = plan_work(
             arrays, options=options, config=config, tile=tile, interpret=interpret
         )
-    scales, converted = Scales.of(arrays), None
-    if scales is not None:
+    converted = None
+    if arrays.k_scales is not None:
         converted = convert_rows(arrays, options=options, config=config, interpret=interpret)
-    inputs = RaggedInputs.of(arrays, work, scales, converted)
+    inputs = RaggedInputs.of(arrays, work, converted)
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
     shape = (*arrays.q.shape[:2], arrays.v_head_dim)
@@ -344,7 +343,7 @@ def ragged_paged_attention(
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
-        scaled_logits=scales is not None and scales.of_tokens,
+        scaled_logits=inputs.pages.scales_by_token,
         converted=converted,
         interpret=interpret,
     )

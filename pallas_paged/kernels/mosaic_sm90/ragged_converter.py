@@ -23,11 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import ConvertedRows
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import BYTES, BYTES_ROW, converted
-from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales, zero_unreadable
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, zero_unreadable
 
 _NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
 _ROWS = 64  # tokens that are converted at a time
@@ -69,17 +70,14 @@ class Converter:
         k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`, times
             `k_factor`. None where all tokens have one scale.
         converted: rows that were converted before and have no blocks in `source`, or None.
-        block_tables: ref to i32`[B, N]`.
     """
 
     source: Ring
     target: Ring
     k_scales: Any
     k_factor: float
-    scales: Scales
+    pages: Pages
     converted: ConvertedRows | None
-    block_tables: Any
-    page_size: int
     interpret: bool
 
     def send(
@@ -203,11 +201,11 @@ class Converter:
 
     def load_pages(self, work: WorkDescriptor, block: jax.Array) -> list[jax.Array]:
         """Return the page of each token of a block."""
-        if not self.scales.of_tokens:
+        if not self.pages.scales_by_token:
             return []
-        row = work.row * self.block_tables.shape[1]
+        row = work.row * self.pages.block_tables.shape[1]
         return [
-            self.gather(self.block_tables, row + tokens // self.page_size)
+            self.gather(self.pages.block_tables, row + tokens // self.pages.page_size)
             for tokens in self.tokens(work, block)
         ]
 
@@ -215,15 +213,15 @@ class Converter:
         self, work: WorkDescriptor, kv_head: jax.Array, block: jax.Array, pages: list[jax.Array]
     ) -> tuple[list[jax.Array], ...]:
         """Return the scales of K and of V of a block, whose tokens have these pages."""
-        refs = self.scales.k, self.scales.v
-        if not self.scales.of_tokens:
+        refs = self.pages.k_scales, self.pages.v_scales
+        if not self.pages.scales_by_token:
             num_parts = self.target.k.shape[1] // _ROWS
             one = ops.full((_ROWS,), 1.0, BYTES_ROW)
             return tuple([one * ref[0]] * num_parts for ref in refs)
-        layout = self.scales.layout
+        layout, page_size = self.pages.layout, self.pages.page_size
         strides = layout.strides(layout.scale_axes, refs[0].shape)
         places = [
-            page * strides["P"] + tokens % self.page_size * strides["N"] + kv_head * strides["H"]
+            page * strides["P"] + tokens % page_size * strides["N"] + kv_head * strides["H"]
             for page, tokens in zip(pages, self.tokens(work, block), strict=True)
         ]
         return tuple([self.gather(ref, place) for place in places] for ref in refs)

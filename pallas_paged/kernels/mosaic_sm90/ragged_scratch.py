@@ -11,11 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.ragged_converter import byte_ring, k_arrivals
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileShape, store_buffer
-from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, wgmma_transforms
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, wgmma_transforms
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import Mailbox, Work
 
 
@@ -24,27 +25,23 @@ class RaggedInputs:
     """Operands of the kernel, or refs to them."""
 
     q: Any  # [T, Hq, D], padded to a multiple of a chunk of tokens
-    pool: Pool
-    block_tables: Any  # i32[B, N]
+    pages: Pages
     work: Work
     alibi_slopes: Any  # f32[Hq] or None
     sinks: Any  # f32[Hq] or None
-    scales: Any  # Scales of int8 and fp8 pages; else None
     converted: Any  # ConvertedRows, of int8 and fp8 pages; or None
     counter: Any  # i32[1], a ref, of the tile scheduler
 
     @classmethod
-    def of(cls, arrays: Arrays, work: Work, scales: Any, converted: Any) -> Self:
+    def of(cls, arrays: Arrays, work: Work, converted: Any) -> Self:
         """Return the operands of a call."""
         return cls(
             # TMA copies chunks of 8 tokens.
             q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
-            pool=Pool.of(arrays),
-            block_tables=arrays.block_tables,
+            pages=Pages.of(arrays),
             work=work,
             alibi_slopes=arrays.alibi_slopes,
             sinks=arrays.sinks,
-            scales=scales,
             converted=converted,
             counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
         )

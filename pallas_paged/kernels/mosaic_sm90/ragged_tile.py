@@ -104,7 +104,8 @@ class TileRows:
         """Return what the logits of the rows depend on."""
         before = work.before
         row = self.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
-        positions = before + self.offset + self.tile.place(row)[1]
+        _, token = self.tile.place(row)
+        positions = before + self.offset + token
         last_seen = work.last_seen(positions, causal=causal)
         if given_positions is not None:
             positions = ops.load(given_positions, ops.WGMMA_ROW)

@@ -1,4 +1,4 @@
-"""The pipeline of K/V blocks through shared memory that every Mosaic kernel reads.
+"""The pipeline of K/V blocks through shared memory that the kernels for Hopper read.
 
 A program is one producer warpgroup and one or two consumer warpgroups. The producer starts copies
 by the tensor memory accelerator (TMA): pages of K and V, found in the block table, go to the stages
@@ -17,7 +17,6 @@ ring does not run empty between two items. That count is `kv_iter`; block `kv_it
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -27,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.pages.layout import K, PageLayout, V
+from pallas_paged.kernels.mosaic.pages import Pages
+from pallas_paged.pages.layout import K, V
 
 _ZEROED_ROWS = 64  # of one load: the registers of a warpgroup hold as many of up to 256 elements
 
@@ -82,59 +81,6 @@ def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
     return ops.swizzled_rows(dtype, 128)
 
 
-@pytree
-class Pool:
-    """Refs to the pages of K and of V, with all axes of their layout, or the arrays."""
-
-    k: Any
-    v: Any
-    layout: PageLayout = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> Pool:
-        """Return the pages of a call."""
-        k, v = arrays.kv_pages
-        return cls(k=k, v=v, layout=arrays.layout)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layout.size(self.k.shape, "H")
-
-    @property
-    def page_size(self) -> int:
-        return self.layout.size(self.k.shape, "N")
-
-    def box(self, kv: int, *, page: Any, tokens: Any, kv_head: Any) -> Any:
-        """Return the ref to some tokens `[N, D]` of a page, K or V of one KV head."""
-        return (self.k, self.v)[kv].at[self.layout.index(kv, P=page, N=tokens, H=kv_head)]
-
-
-@pytree
-class Scales:
-    """Refs to the scales of K and of V, or the arrays.
-
-    Attributes:
-        k, v: f32 in the order of `layout.scale_axes`, or f32`[1]` for all tokens.
-    """
-
-    k: Any
-    v: Any
-    layout: PageLayout = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> Scales | None:
-        """Return the scales of a call, or None."""
-        if arrays.k_scales is None or arrays.v_scales is None:
-            return None
-        k, v = (x if x.ndim else x.reshape(1) for x in (arrays.k_scales, arrays.v_scales))
-        return cls(k=k, v=v, layout=arrays.layout)
-
-    @property
-    def of_tokens(self) -> bool:
-        """Whether each token of a KV head has its own."""
-        return self.k.shape != (1,)
-
-
 def page_to_read(page: jax.Array, first_page: jax.Array | None, last_page: jax.Array) -> jax.Array:
     """Return a page of a sequence, or in place of one that no query sees the nearest other one.
 
@@ -151,9 +97,9 @@ def page_to_read(page: jax.Array, first_page: jax.Array | None, last_page: jax.A
 
 def stream(
     ring: Ring,
-    pool: Pool,
+    pages: Pages,
+    row: jax.Array,
     kv_head: jax.Array,
-    block_table: Any,  # i32[N], of one sequence
     *,
     lo: jax.Array,
     hi: jax.Array,
@@ -161,7 +107,7 @@ def stream(
     kv_iter: jax.Array,
     first_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Send the blocks `[lo, hi)` of a sequence of `kv_len` tokens through the ring.
+    """Send the blocks `[lo, hi)` of a row of `kv_len` tokens through the ring.
 
     Args:
         first_key: the first key that any query sees, or None for all.
@@ -171,38 +117,38 @@ def stream(
         `kv_iter + hi - lo`.
     """
     num_stages, block_k = ring.num_stages, ring.k.shape[1]
-    page_size = pool.page_size
+    page_size, block_table = pages.page_size, pages.block_tables.at[row]
     tokens_per_copy = min(page_size, block_k)
     first_page = None if first_key is None else first_key // page_size
     last_page = (kv_len - 1) // page_size
 
-    def pages_of(block):
+    def numbers_of(block):
         return tuple(
             block_table[page_to_read((block * block_k + i) // page_size, first_page, last_page)]
             for i in range(0, block_k, tokens_per_copy)
         )
 
     def send(block, carry):
-        kv_iter, pages = carry
+        kv_iter, numbers = carry
         stage = ring.stage_of(kv_iter)
         # The table is read one block ahead, so the copies need not wait for it.
-        next_pages = pages_of(jnp.minimum(block + 1, hi - 1))
+        next_numbers = numbers_of(jnp.minimum(block + 1, hi - 1))
         for kv, blocks, full, free in (
             (K, ring.k, ring.k_full, ring.k_free),
             (V, ring.v, ring.v_full, ring.v_free),
         ):
             ops.wait_if(kv_iter >= num_stages, free.at[stage])
-            for i, page in enumerate(pages):
+            for i, page in enumerate(numbers):
                 first = lax.rem(block * block_k, page_size) if page_size > tokens_per_copy else 0
                 tokens = pl.ds(first, tokens_per_copy)
                 plgpu.copy_gmem_to_smem(
-                    pool.box(kv, page=page, tokens=tokens, kv_head=kv_head),
+                    pages.box(kv, page=page, tokens=tokens, kv_head=kv_head),
                     blocks.at[stage, pl.ds(i * tokens_per_copy, tokens_per_copy)],
                     full.at[stage],
                 )
-        return kv_iter + 1, next_pages
+        return kv_iter + 1, next_numbers
 
-    return lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo)))[0]
+    return lax.fori_loop(lo, hi, send, (kv_iter, numbers_of(lo)))[0]
 
 
 def zero_unreadable(

@@ -13,12 +13,8 @@ from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Sizes
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm80.latent_config import (
-    LatentConfig,
-    head_tiles,
-    latent_config,
-    latent_shared_memory,
-)
+from pallas_paged.kernels.mosaic_sm80.config import LatentConfig, head_tiles
+from pallas_paged.kernels.mosaic_sm80.heuristics import latent_config, latent_shared_memory
 from pallas_paged.kernels.mosaic_sm90.support import why_not_latents
 from tests.support.attention_calls import STATIC, assert_near, assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
@@ -31,8 +27,7 @@ from tests.support.quantized_cases import Quantized
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
 
-from pallas_paged.kernels.mosaic.support import shared_memory_bytes
-from pallas_paged.kernels.mosaic_sm80 import latent, latent_program, ops
+from pallas_paged.kernels.mosaic_sm80 import latent
 
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -330,23 +325,6 @@ def test_as_many_programs_run_as_shared_memory_lets(heads, num_tokens, memory, e
         assert latent_shared_memory(config, **sizes) <= memory
     rest = config.block_q, config.block_k, config.num_stages, config.num_programs
     assert rest == expected
-
-
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("block_q", [16, 32])
-def test_shared_memory_is_that_of_the_scratch(block_q, kv_dtype):
-    config = LatentConfig(block_q=block_q, block_k=32, num_stages=2, num_programs=1)
-    itemsize = jnp.dtype(kv_dtype).itemsize
-    arrays = Arrays(
-        q=jax.ShapeDtypeStruct((1, 16, 512), jnp.bfloat16),
-        q_pe=jax.ShapeDtypeStruct((1, 16, 64), jnp.bfloat16),
-        k_pages=jax.ShapeDtypeStruct((1, 4, 16, 576), kv_dtype),
-        k_scales=jax.ShapeDtypeStruct((1, 4, 16), jnp.float32) if itemsize == 1 else None,
-        block_tables=None,
-        seq_lens=None,
-    )
-    needed = shared_memory_bytes(latent_program.scratch_types(arrays, config), ops.COMPILER_PARAMS)
-    assert latent_shared_memory(config, head_dim=512, rope_dim=64, itemsize=itemsize) == needed
 
 
 def test_heads_are_divided_only_into_full_tiles():

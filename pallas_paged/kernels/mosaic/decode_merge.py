@@ -125,7 +125,6 @@ def _merge_decode_kernel(
     block_s: int,
     block_h: int,
     block_d: int,
-    interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row, `block_d` elements."""
     row = lax.axis_index("row")
@@ -203,7 +202,6 @@ def merge_decode(
         block_s=block_s,
         block_h=block_h,
         block_d=block_d,
-        interpret=interpret,
     )
     return plgpu.kernel(
         ops.with_trees(kernel, states, *results),

@@ -182,9 +182,6 @@ def attend(
     if pages.k_scales is not None:
         only_factor = options.only_factor(inputs.alibi_slopes)
 
-    def per_row(ref):
-        return None if ref is None else mosaic_ops.load(ref, layouts.row)
-
     def start():
         q_scales = None
         if scratch.arrived is not None:
@@ -213,7 +210,9 @@ def attend(
             s = s * bcast(q_scales, s)
         if by_token:
             s = s * bcast(load_shared(blocks.k_scales.at[stage], layouts.col), s, 1)
-        slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
+        slopes = inputs.alibi_slopes
+        if slopes is not None:
+            slopes = mosaic_ops.load(slopes.at[tile], layouts.row)
         factor = 1.0
         if only_factor is None:
             s, factor = base2_logits(

@@ -209,9 +209,7 @@ def test_example_of_a_chat_template_prints_the_stated_prompt(names, capsys):
 def test_plain_model_of_the_tutorials_is_that_of_the_tests():
     source = text_of("tests/support/plain_model.py")
     model, _ = EXAMPLE.findall(text_of("examples/notebooks/engine.ipynb"))[0]
-    (dense,) = re.findall(
-        r"```python\n(def dense.*?)```", text_of("docs/tutorials/rl.md"), re.DOTALL
-    )
+    (dense,) = re.findall(r"(?s)```python\n(def dense.*?)```", text_of("docs/tutorials/rl.md"))
     assert source.startswith(model) and "\n" + dense.strip() + "\n" in source
 
 

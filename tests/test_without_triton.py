@@ -25,9 +25,7 @@ from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_mosaic, slow
 from tests.support.plain_model import PlainModel, greedy_tokens
 
-hidden = pytest.mark.skipif(
-    not without_triton.is_hidden(), reason="runs in a process that hides Triton"
-)
+hidden = pytest.mark.skipif(not without_triton.is_hidden(), reason="Triton is not hidden")
 # One of each kernel that Triton has: what `None` does in its place.
 NAMES = {
     "decode bfloat16", "decode int8", "ragged with options", "cascade float8_e4m3fn",

@@ -99,9 +99,7 @@ def test_a_small_error_fails():
 
 
 @BOTH
-def test_memory_of_others_the_order_of_pages_and_repeats_change_no_bit(
-    function, case, implementation
-):
+def test_memory_of_others_page_order_and_repeats_change_no_bit(function, case, implementation):
     case = case.on(implementation)
     call = partial(function, implementation=implementation)
     first = call(*case.make())
@@ -221,9 +219,7 @@ def test_xla_makes_nothing_of_the_size_of_a_pool(function, kv_dtype, kv_layout):
 @pytest.mark.parametrize(
     ("function", "q_lens"), [(raw.paged_attention, None), (raw.ragged_paged_attention, (40, 17, 0))]
 )
-def test_pools_of_more_than_2_31_elements(
-    function, q_lens, kv_dtype, kv_layout, axis, implementation
-):
+def test_pools_beyond_2_31_elements(function, q_lens, kv_dtype, kv_layout, axis, implementation):
     """The pages of the case are the last ones, beyond the reach of offsets of 32 bits."""
     case = Case(
         head_dim=128, page_size=16, pages_per_seq=20, seq_lens=(300, 17, 0), q_lens=q_lens,

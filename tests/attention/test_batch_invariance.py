@@ -22,12 +22,8 @@ if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
 decode = jitted(raw.paged_attention, OPTIONS_OF_XLA)
 ragged = jitted(raw.ragged_paged_attention, OPTIONS_OF_XLA)
 
-OPTIONS = dict(
-    soft_cap=3.0,
-    sliding_window=90,
-    alibi_slopes=np.float32([0.05, 0.02, 0.01, 0.0]),
-    sinks=np.float32([1.0, -1.0, 0.0, 2.0]),
-)
+OPTIONS = dict(soft_cap=3.0, sliding_window=90, sinks=np.float32([1.0, -1.0, 0.0, 2.0]))
+OPTIONS |= dict(alibi_slopes=np.float32([0.05, 0.02, 0.01, 0.0]))
 DECODE = Case(head_dim=16, pages_per_seq=17, seq_lens=(130, 3, 64, 0, 33, 97))
 CASES = {  # the ragged rows have one tile of queries, several, none; with and without a prefix
     "decode": DECODE,
@@ -93,11 +89,8 @@ def assert_same_rows(found, expected, rows=EVERYTHING):
         assert row not in rows or same_bits(state, expected[row]), row
 
 
-OTHER_OPTIONS = {
-    "every option": OPTIONS,
-    "not causal": dict(causal=False),
-    "no config": dict(fixed_split_size=64, config=None),
-}
+OTHER_OPTIONS = {"every option": OPTIONS, "not causal": dict(causal=False)}
+OTHER_OPTIONS["no config"] = dict(fixed_split_size=64, config=None)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ CONFIGS = {
 }
 SM90, SM80 = CONFIGS["mosaic_sm90"], CONFIGS["mosaic_sm80"]
 F32 = {"dtype": jnp.dtype(jnp.float32)}
-F16_PAGES, INT8, FP8 = (
-    {"kv_dtype": jnp.dtype(dtype)} for dtype in ("float16", "int8", "float8_e4m3fn")
-)
+F16_PAGES, INT8, FP8 = ({"kv_dtype": jnp.dtype(x)} for x in ("float16", "int8", "float8_e4m3fn"))
 
 
 def gpu(compute_capability, kind="NVIDIA A100"):
@@ -80,9 +78,7 @@ def test_none_chooses_the_best_for_the_call(any_jax, call, changes, chosen):
 
 @pytest.mark.parametrize("head_dim", [36, 64, 80, 96, 112, 128, 192, 256, 320, 512])
 @BOTH
-def test_none_without_triton_takes_a_kernel_for_all_that_hopper_can_do(
-    any_jax, jax_without_triton, call, head_dim
-):
+def test_without_triton_kernels_do_all_that_hopper_can(any_jax, jax_without_triton, call, head_dim):
     dtypes, kv_dtypes = ("bfloat16", "float16", "float32"), ("", "int8", "float8_e4m3fn")
     num_tokens, groups = (60, 4096), (1, 8, 40, 130)
     page_sizes = [1 << i for i in range(9)]
@@ -204,9 +200,7 @@ SHARED_MEMORY = "Config.* needs {}[0-9]+ bytes of shared memory; a program has {
     ],
     ids=lambda x: x.kernel if isinstance(x, Call) else x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_calls_that_an_implementation_cannot_do_are_refused(
-    any_jax, implementation, call, changes, reason
-):
+def test_calls_that_a_family_cannot_do_are_refused(any_jax, implementation, call, changes, reason):
     call = replace(call, **changes)
     with pytest.raises(NotImplementedError, match=rf"'{implementation}' .*{reason}"):
         dispatch.resolve(call, implementation)
@@ -269,9 +263,7 @@ class TestNamed:
 @needs_triton
 @pytest.mark.parametrize("interpret", [False, True])
 @pytest.mark.parametrize("implementation", [None, *FAMILIES, "xla"])
-def test_the_families_of_a_gradient_follow_from_the_device_and_the_name(
-    any_jax, implementation, interpret
-):
+def test_families_of_a_gradient_follow_from_device_and_name(any_jax, implementation, interpret):
     if interpret and implementation in (None, "xla"):
         pytest.skip("has no kernels to interpret")
     how = StaticOptions(
@@ -281,12 +273,8 @@ def test_the_families_of_a_gradient_follow_from_the_device_and_the_name(
         name: jnp.asarray(x)
         for name, x in named(raw.ragged_paged_attention, FUNCTIONS[1][1].make()).items()
     })  # fmt: skip
-    on_hopper, on_ampere = (
-        LocalCall(
-            kernel="ragged", how=how, device=device, with_lse=True, names=(), kv_layout="HPND"
-        )
-        for device in (HOPPER, A100)
-    )
+    static = dict(kernel="ragged", how=how, with_lse=True, names=(), kv_layout="HPND")
+    on_hopper, on_ampere = (LocalCall(device=x, **static) for x in (HOPPER, A100))
     assert on_hopper.one_device == (interpret and implementation != "triton")
     by_sm90 = ("mosaic_sm90",) * (implementation in (None, "mosaic_sm90"))
     assert on_hopper.gradient_families(arrays) == (*by_sm90, "triton")

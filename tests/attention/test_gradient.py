@@ -28,7 +28,7 @@ from tests.support.quantized_cases import Quantized
 DECODE = Case(head_dim=8, seq_lens=(9, 0, 25, 1))
 RAGGED = Case(head_dim=8, seq_lens=(9, 0, 37, 30), q_lens=(4, 1, 37, 7), pages_per_seq=6)
 SHARED = SharedPrefixes(
-    case=Case(head_dim=8), seq_lens=(19, 0, 17, 1), prefix_lens=(16,), cu_group_sizes=(0, 3)
+    Case(head_dim=8), seq_lens=(19, 0, 17, 1), prefix_lens=(16,), cu_group_sizes=(0, 3)
 )
 WINDOW = 6
 SLOPES, SINKS = np.float32([0.5, 0.25, 0.1, 0.0]), np.float32([1.0, -1.0, 0.0, 2.0])
@@ -38,9 +38,7 @@ ALL = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
 
 KERNELS = [name for name in implementations_here() if name != "xla"]
 TRITON = pytest.mark.parametrize("triton", [x for x in KERNELS if x.startswith("triton")])
-FAMILIES = pytest.mark.parametrize(
-    "family", [x for x in KERNELS if not x.startswith("mosaic_sm80")]
-)
+FAMILIES = pytest.mark.parametrize("family", [x for x in KERNELS if "mosaic_sm80" not in x])
 
 
 def loss_of_lse(out, lse, xp):

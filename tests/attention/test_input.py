@@ -21,15 +21,9 @@ def call_of(case):
 
 
 DECODE, RAGGED = call_of(Case()), call_of(Case(q_lens=(4, 1, 2)))
-BOTH = pytest.mark.parametrize(
-    ("function", "call"),
-    [(raw.paged_attention, DECODE), (raw.ragged_paged_attention, RAGGED)],
-    ids=["decode", "ragged"],
-)
-CONFIGS = {
-    raw.paged_attention: config_of("triton", ragged=False),
-    raw.ragged_paged_attention: config_of("triton", ragged=True),
-}
+CALLS = [(raw.paged_attention, DECODE), (raw.ragged_paged_attention, RAGGED)]
+BOTH = pytest.mark.parametrize(("function", "call"), CALLS, ids=["decode", "ragged"])
+CONFIGS = {entry: config_of("triton", ragged="cu_q_lens" in call) for entry, call in CALLS}
 
 
 NUM_POSITIONAL = {pp.paged_attention: 4, pp.ragged_paged_attention: 5, pp.cascade_attention: 6}
@@ -47,6 +41,10 @@ def to(dtype):
 
 
 NOT_NUMBERS = ("0.5", True, 1j, [1.0], np.ones(1), np.nan, np.inf)
+TOO_LARGE_FLOATS = (1e39, 10**400, np.complex64(1), *NOT_NUMBERS)
+INTS, TOO_LARGE = ("block_tables", "seq_lens"), (2**31, -(2**31) - 1)
+NO_NAMES = ("cuda", ["xla"], {"xla": 1}, 3, np.array(["xla"]))
+NO_ARRAYS = (None, "abc", [[1], [2, 3]], {1: 2})
 BAD_ARGUMENTS = [
     ({"q": lambda x: x[0]}, r"q.shape=\(4, 32\) must be \[[BT], num_q_heads, head_dim\]"),
     ({"q": lambda x: x[:, :3]}, "num_q_heads=3 must be a multiple of num_kv_heads=2"),
@@ -68,23 +66,12 @@ BAD_ARGUMENTS = [
     ),
     ({"seq_lens": lambda x: x[:, None]}, r"seq_lens.shape=\(3, 1\)"),
     ({"seq_lens": to(np.int16)}, "seq_lens.dtype=int16 must be int32"),
-    *(
-        ({name: bad}, f"^{name}=.* must be an array")
-        for name in DECODE
-        for bad in (None, "abc", [[1], [2, 3]], {1: 2})
-    ),
-    *(
-        ({name: [[number, 0]]}, f"{name}=.* must hold integers of int32")
-        for name in ("block_tables", "seq_lens")
-        for number in (2**31, -(2**31) - 1)
-    ),
+    *(({x: bad}, f"^{x}=.* must be an array") for x in DECODE for bad in NO_ARRAYS),
+    *(({x: [[n, 0]]}, f"{x}=.* must hold integers of int32") for x in INTS for n in TOO_LARGE),
     *(({"num_seqs": n}, "num_seqs .* must be int32") for n in (1.0, np.int64(2), True)),
     ({"num_seqs": np.int32([2])}, r"num_seqs int32\[1\] must be int32\[\]"),
     *(
-        (
-            {name: np.ones(shape, dtype)},
-            rf"{name} {dtype}{found} must be float32\[num_q_heads\] .*4",
-        )
+        ({name: np.ones(shape, dtype)}, rf"{name} {dtype}{found} must be float32\[num_q_heads\].*4")
         for name in ("alibi_slopes", "sinks")
         for shape, dtype, found in (
             (2, "float32", r"\[2\]"),
@@ -95,10 +82,7 @@ BAD_ARGUMENTS = [
     ),
     ({"alibi_slopes": "abc"}, "^alibi_slopes=.* must be an array"),
     ({"sinks": [[1.0], [2.0, 3.0]]}, "^sinks=.* must be an array"),
-    *(
-        ({"implementation": x}, "implementation=.* must be None or one of")
-        for x in ("cuda", ["xla"], {"xla": 1}, 3, np.array(["xla"]))
-    ),
+    *(({"implementation": x}, "implementation=.* must be None or one of") for x in NO_NAMES),
     ({"config": {"block_k": 64}}, r"config=\{'block_k': 64\} must be a \w+Config"),
     *(({"soft_cap": x}, f"soft_cap={x} must be from 1e-30") for x in (0, -2.0, 1e-38)),
     ({"soft_cap": 1e37}, r"soft_cap=1e\+37 must be from .* to 1e\+36"),
@@ -110,11 +94,7 @@ BAD_ARGUMENTS = [
     ({"sliding_window": 0}, "sliding_window=0 must be an integer that is at least 1"),
     ({"sliding_window": -3}, "sliding_window=-3 must be"),
     ({"sliding_window": 2.5}, "sliding_window=2.5 must be an integer"),
-    *(
-        ({name: value}, f"{name}=.* must be")
-        for name in ("sm_scale", "soft_cap")
-        for value in (1e39, 10**400, np.complex64(1), *NOT_NUMBERS)
-    ),
+    *(({x: bad}, f"{x}=.* must be") for x in ("sm_scale", "soft_cap") for bad in TOO_LARGE_FLOATS),
     *(({"sliding_window": x}, "sliding_window=.* must be") for x in NOT_NUMBERS),
     *(
         ({"fixed_split_size": bad}, f"fixed_split_size={bad!r} must be")
@@ -164,10 +144,7 @@ TREE = np.ones((3, 4, 4), bool)
         ({"tree_mask": TREE[:, :0, :0]}, r"tree_mask bool\[3, 0, 0\]"),
         ({"tree_mask": TREE.astype(np.int8)}, r"tree_mask int8\[3, 4, 4\]"),
         ({"tree_mask": TREE[:2]}, r"tree_mask.shape=\(2, 4, 4\) must begin with B=3"),
-        (
-            {"tree_mask": jax.ShapeDtypeStruct((3, 2**15, 2**15), bool)},
-            "must hold at most 2147483647 elements",
-        ),
+        ({"tree_mask": jax.ShapeDtypeStruct((3, 2**15, 2**15), bool)}, "at most 2147483647 elem"),
     ],
 )
 def test_bad_ragged_calls_are_refused_by_name(changes, message):
@@ -176,15 +153,10 @@ def test_bad_ragged_calls_are_refused_by_name(changes, message):
 
 @pytest.mark.parametrize(
     ("num_pages", "pages_per_seq", "message"),
-    [
-        (2**24, 1, r"num_pages=16777216 \* page_size=256 must be at most"),
-        (4, 2**23, "pages_per_seq=8388608"),
-    ],
+    [(2**24, 1, r"num_pages=16777216 \* page_size=256"), (4, 2**23, "pages_per_seq=8388608")],
 )
 def test_slots_beyond_int32_are_refused(num_pages, pages_per_seq, message):
-    q, pages = (
-        jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((1, 4, 16), (1, num_pages, 256, 16))
-    )
+    q, pages = (jax.ShapeDtypeStruct(x, "bfloat16") for x in ((1, 4, 16), (1, num_pages, 256, 16)))
     tables, lens = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, pages_per_seq), (1,)))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(raw.paged_attention, q, pages, pages, tables, lens)
@@ -242,9 +214,7 @@ def test_an_unknown_keyword_is_refused_with_the_name_that_is_meant(entry, name, 
     ],
     ids=["xla", "kernel", "pages", "ragged"],
 )  # fmt: skip
-def test_of_symbolic_sizes_only_the_sequences_of_decoding_are_taken(
-    function, symbolic, how, message
-):
+def test_of_symbolic_sizes_only_sequences_of_decoding_are_taken(function, symbolic, how, message):
     [size] = jax.export.symbolic_shape("b")
     call = RAGGED if function is raw.ragged_paged_attention else DECODE
     shapes = {

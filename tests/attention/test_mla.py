@@ -57,10 +57,8 @@ class Heads:
         """(out [T, heads, VALUE], lse) of some tokens among themselves, by K and V of each head."""
         k = np.einsum("tl,hnl->htn", self.latents[tokens], self.w_uk)
         k_pe = np.tile(self.k_pe[tokens], (self.NUM, 1, 1))
-        k, v = (
-            np.concatenate([k, k_pe], axis=-1),
-            np.einsum("tl,hlv->htv", self.latents[tokens], self.w_uv),
-        )
+        k = np.concatenate([k, k_pe], axis=-1)
+        v = np.einsum("tl,hlv->htv", self.latents[tokens], self.w_uv)
         q = np.concatenate([self.q_nope, self.q_pe], axis=-1)[tokens].swapaxes(0, 1)
         logits = np.float64(q @ k.swapaxes(1, 2)) * self.SCALE
         logits = np.where(np.tri(logits.shape[1]) > 0, logits, -np.inf)

@@ -61,9 +61,7 @@ def test_pages_of_two_arrays_may_be_in_any_layout(kv_layout):
 
 
 def test_shared_prefixes_are_merged():
-    case = SharedPrefixes(
-        case=DECODE, seq_lens=(19, 0, 17, 3), prefix_lens=(16,), cu_group_sizes=(0, 4)
-    )
+    case = SharedPrefixes(DECODE, seq_lens=(19, 0, 17, 3), prefix_lens=(16,), cu_group_sizes=(0, 4))
     arrays = case.make()
     assert_close(cascade(*arrays), arrays[:5], 1e-5)
 

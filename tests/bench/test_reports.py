@@ -114,10 +114,8 @@ def serving_run() -> dict:
 def torch_run() -> dict:
     """A decode shape, whose limit is bytes, and a prompt, whose limit is operations."""
     results = {"ours": ok(4.0), "flashinfer": ok(6.0, variant="x"), "sdpa": WRONG}
-    shapes = [
-        record("8x8", 2_000_000, 1, **results) | {"decode": True},
-        record("big", 1_000_000, 10**9, **results) | {"decode": False},
-    ]
+    shapes = [record("8x8", 2_000_000, 1, **results) | {"decode": True}]
+    shapes.append(record("big", 1_000_000, 10**9, **results) | {"decode": False})
     meta = META | {"torch": "2.11.0", "nvidia-cudnn-cu13": "9", "flashinfer-python": None}
     return {"meta": meta, "shapes": shapes}
 

@@ -121,11 +121,8 @@ def test_layouts(names, dry_run) -> None:
     assert [row["by"] for row in by_column(tables)] == [[name] for name in names]
 
 
-WAYS = {
-    "attention": [(1, "jit"), (2, "jit"), (2, "shard_map")],
-    "context": [(1, "one pool"), (2, "context")],
-    "sums": [(2, "default")],
-}
+WAYS = {"context": [(1, "one pool"), (2, "context")], "sums": [(2, "default")]}
+WAYS["attention"] = [(1, "jit"), (2, "jit"), (2, "shard_map")]
 TWO = ["--tiny", "--devices", "1", "2", "--iterations", "1"]
 
 
@@ -200,9 +197,7 @@ def test_traces_are_of_different_files_and_repeat_their_prompts() -> None:
         assert found == traces.traces_of(kind, 3, 200)
         prompts, texts = traces.token_ids(found, 3 * 256, 500)
         assert [x // 256 for row in texts for x in row] == [0] * 500 + [1] * 500 + [2] * 500
-        assert all(
-            prompt == [*row[: len(prompt)]] for prompt, row in zip(prompts, texts, strict=True)
-        )
+        assert all(one == [*row[: len(one)]] for one, row in zip(prompts, texts, strict=True))
     [edit] = traces.traces_of("edit", 1, 200)
     assert "new_" in "".join(edit.answer) and "log.debug(" in "".join(edit.answer)
     with pytest.raises(ValueError, match="must be at most 20, its share of vocab_size=20"):

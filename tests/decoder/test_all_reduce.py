@@ -68,12 +68,8 @@ def test_memory_holds_the_packets_of_two_calls_from_each_device():
 
 def test_the_product_of_a_decode_step_leaves_its_parts_to_the_kernel():
     mesh = mesh_of(2)
-    peers = Peers(
-        addresses=of(2, 6, dtype=jnp.int32),
-        memory=of(2, memory_bytes(2, CAPACITY) // 4, dtype=jnp.int32),
-        mesh=mesh,
-        capacity=CAPACITY,
-    )
+    memory = of(2, memory_bytes(2, CAPACITY) // 4, dtype=jnp.int32)
+    peers = Peers(addresses=of(2, 6, dtype=jnp.int32), memory=memory, mesh=mesh, capacity=CAPACITY)
     args = of(64, 4096), of(1024, 4096), of(64, 1024), of(1024)
     text = lowered(mesh, lambda peers, *args: row_linear_norm(*args, 1e-5, peers), peers, *args)
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1

@@ -131,9 +131,7 @@ def test_one_row_has_the_splits_that_give_each_program_a_tile():
 
 @pytest.mark.parametrize("sizes", [QWEN, *LLAMAS])
 @pytest.mark.parametrize(("clusters", "cluster_size"), [(30, 4), (33, 4), (66, 2)])
-def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
-    sizes, clusters, cluster_size
-):
+def test_equal_tiles_cover_all_features_and_each_is_owned_once(sizes, clusters, cluster_size):
     config = batch_config(64, sizes, clusters, cluster_size)
     clusters, ranks = map(np.ravel, np.indices((config.num_clusters, cluster_size)))
     for tiles in (config.o, config.down, config.qkv):

@@ -243,9 +243,7 @@ def test_bad_input_is_refused(change, message):
 
 def test_a_product_of_another_shape_is_not_split():
     for qkv in (np.zeros((5, 2, 2, 8), np.float32), np.zeros((4, 8), np.float32)):
-        with pytest.raises(
-            ValueError, match=r"qkv must be \[..., num_kv_heads, G \+ 2, head_dim\]"
-        ):
+        with pytest.raises(ValueError, match=r"qkv must be \[..., num_kv_heads, G \+ 2, head"):
             pp.split_qkv(qkv)
     with pytest.raises(ValueError, match="qkv must be floating, got int32"):
         pp.split_qkv(np.zeros((5, 2, 3, 8), np.int32))

@@ -50,9 +50,7 @@ async def test_outputs_add_up_to_those_of_the_engine_at_once_late_or_whole(engin
 
 @pytest.mark.parametrize(("way", "num_steps"), [*zip(WAYS * 2, (0, 1, 2, 3, 5, 4, 1, 0))])  # noqa: B905
 @in_loop
-async def test_an_abort_after_any_number_of_steps_frees_the_pages(
-    engine, inner, gate, way, num_steps
-):
+async def test_an_abort_after_any_step_frees_the_pages(engine, inner, gate, way, num_steps):
     """The prompt takes two steps. A fifth request waits for a slot, and is aborted in the queue."""
     gate.let(num_steps)
     streams = [engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10)) for _ in range(5)]

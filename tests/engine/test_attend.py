@@ -17,49 +17,36 @@ from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support import raw
 from tests.support.devices import lower_for_cuda
 from tests.support.engine_calls import make_engine
-from tests.support.kv_pools import make_pool
 from tests.support.marks import needs_triton, slow
-from tests.support.page_tables import i32
+from tests.support.page_tables import extended, i32, slot_mapping
 
 NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 2, 4, 16, 4
 CHUNK = 5  # tokens
 
 
+def attend_of(lens, rows, positions, decoding, chunks=None, implementation=None):
+    sizes = dict(num_pages=16, page_size=PAGE_SIZE, max_seqs=len(lens), pages_per_seq=8)
+    table = jax.tree.map(jnp.asarray, extended(lens, **sizes))
+    slots = slot_mapping(table, rows, positions)
+    how = dict(num_kv_heads=[NUM_KV_HEADS], kernels=AttentionKernels(**raw.by(implementation)))
+    return PagedAttend(table, slots, decoding, chunks, **how)
+
+
 def a_call(repeats=1, implementation=None, *, is_alone=False):
     """Attention and a layer's pages: of two rows and a chunk, or of one row; and a product."""
     lens, rows, positions = (6, 3, CHUNK), (*[2] * CHUNK, 0, 1), (*range(CHUNK), 5, 2)
-    chunks = ChunkBatch(
-        token_ids=jnp.zeros(CHUNK, jnp.int32),
-        cu_q_lens=i32(0, CHUNK, CHUNK, CHUNK),
-        slots=i32(2, 3, 3),
-        is_last=jnp.zeros(3, bool),
-        targets=None,
-    )
+    of_slots = dict(cu_q_lens=i32(0, CHUNK, CHUNK, CHUNK), slots=i32(2, 3, 3))
+    tokens = dict(token_ids=np.zeros(CHUNK, np.int32), is_last=np.zeros(3, bool))
+    chunks = ChunkBatch(**tokens, **of_slots, targets=None)
     if is_alone:
         lens, rows, positions, chunks = (30,), (0,), (29,), None
-    sizes = dict(num_pages=16, page_size=PAGE_SIZE, max_seqs=len(lens), pages_per_seq=8)
-    table, ok = pp.extend(pp.create_page_table(**sizes), i32(*lens))
-    assert ok.all()
-    attend = PagedAttend(
-        table,
-        pp.slot_mapping(table, i32(*rows), i32(*positions)),
-        i32(0) if is_alone else i32(0, 1),
-        chunks,
-        num_kv_heads=[NUM_KV_HEADS],
-        kernels=AttentionKernels(**raw.by(implementation)),
-    )
-    pool = make_pool(
-        num_layers=1,
-        num_pages=16,
-        num_kv_heads=NUM_KV_HEADS * repeats,
-        page_size=PAGE_SIZE,
-        head_dim=HEAD_DIM,
-    )
+    first = i32(0) if is_alone else i32(0, 1)
+    attend = attend_of(lens, rows, positions, first, chunks, implementation)
+    pages = np.full((NUM_KV_HEADS * repeats, 16, PAGE_SIZE, HEAD_DIM), 0.5, np.float32)
     rng = np.random.default_rng(0)
     qkv = rng.standard_normal((len(rows), NUM_KV_HEADS, GROUP + 2, HEAD_DIM), np.float32)
     angles = rng.uniform(0, 6, (len(rows), 1, HEAD_DIM // 2)).astype(np.float32)
-    layer = jax.tree.map(lambda x: x + 0.5, pool.layers[0])
-    return attend, layer, qkv, (jnp.cos(angles), jnp.sin(angles))
+    return attend, pp.LayerKV(pages, pages, kv_layout="HPND"), qkv, (np.cos(angles), np.sin(angles))
 
 
 def assert_close(got, want):
@@ -71,7 +58,7 @@ def assert_close(got, want):
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_fused_product_gives_what_its_parts_give(repeats, implementation):
     attend, layer, qkv, rotation = a_call(repeats, implementation)
-    how = dict(rotation=rotation, q_norm=jnp.full(HEAD_DIM, 1.5), eps=0.1)
+    how = dict(rotation=rotation, q_norm=np.full(HEAD_DIM, 1.5, np.float32), eps=0.1)
     got = jax.jit(lambda: attend.fused(qkv, layer, **how, sliding_window=4))()
     want = jax.jit(lambda: attend(*split_qkv(qkv, **how), layer, sliding_window=4))()
     assert got[0].shape == (len(qkv), NUM_KV_HEADS * GROUP, HEAD_DIM)
@@ -79,13 +66,20 @@ def test_the_fused_product_gives_what_its_parts_give(repeats, implementation):
 
 
 @needs_triton
-@pytest.mark.parametrize("norms", [{}, dict(q_norm=jnp.full(16, 1.5), k_norm=jnp.ones(16))])
+@pytest.mark.parametrize(
+    "norms", [{}, dict(q_norm=np.full(16, 1.5, "f4"), k_norm=np.ones(16, "f4"))]
+)
 def test_one_row_has_partial_states_for_a_model_that_takes_them(norms):
     attend, layer, qkv, rotation = a_call(1, "triton_interpret", is_alone=True)
-    want, want_layer = attend.fused(qkv, layer, rotation=rotation, **norms)
-    got, got_layer = attend.fused(qkv, layer, unmerged=True, rotation=rotation, **norms)
-    assert isinstance(got, UnmergedAttention)
-    assert_close((got.merged(), got_layer), (want.reshape(1, -1), want_layer))
+
+    @jax.jit
+    def both():
+        want, want_layer = attend.fused(qkv, layer, rotation=rotation, **norms)
+        got, got_layer = attend.fused(qkv, layer, unmerged=True, rotation=rotation, **norms)
+        assert isinstance(got, UnmergedAttention)
+        return (got.merged(), got_layer), (want.reshape(1, -1), want_layer)
+
+    assert_close(*both())
 
 
 def test_kv_heads_on_more_devices_than_have_queries_are_refused():
@@ -115,10 +109,6 @@ def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, nu
 
 
 def test_padding_is_no_token():
-    sizes = dict(num_pages=4, page_size=PAGE_SIZE, max_seqs=3, pages_per_seq=2)
-    table, _ = pp.extend(pp.create_page_table(**sizes), i32(1, 0, 5))
     rows = i32(2, 0, 3, 3)  # 3 is the row of padding
-    slots = pp.slot_mapping(table, rows, i32(4, 0, 0, 0))
-    kernels = AttentionKernels(**raw.by(None))
-    attend = PagedAttend(table, slots, rows, None, num_kv_heads=[NUM_KV_HEADS], kernels=kernels)
+    attend = attend_of((1, 0, 5), rows, i32(4, 0, 0, 0), rows)
     np.testing.assert_array_equal(attend.is_token, [True, True, False, False])

@@ -43,9 +43,7 @@ def decisions(policy, num_calls, num_rows=1, num_accepted=0.0):
         (400, 4.0, False),
     ],
 )
-def test_drafts_are_verified_if_their_tokens_are_worth_the_longer_step(
-    num_rows, num_accepted, pays
-):
+def test_drafts_are_verified_if_they_are_worth_the_longer_step(num_rows, num_accepted, pays):
     found = decisions(DraftPolicy(K, 200.0), 60, num_rows, num_accepted)
     assert found[-10:] == [pays] * 10
 
@@ -141,14 +139,8 @@ def test_pages_are_counted_right_whatever_number_of_drafts_is_right(caching):
     for seed in range(40):
         each = [make_sequence(i, 3 + 5 * i, new=17 + i) for i in range(6)]
         with_forks(each[1], 2)
-        host = Host(
-            *each,
-            drafting=Always(),
-            max_tokens_of_call=10,
-            num_pages=14 + seed % 5,
-            caching=caching,
-            num_steps=1 + seed % 4,
-        )
+        sizes = dict(max_tokens_of_call=10, num_pages=14 + seed % 5, num_steps=1 + seed % 4)
+        host = Host(*each, drafting=Always(), caching=caching, **sizes)
         host.rng.seed(seed)
         calls = host.run()
         assert any(call.num_drafts for call in calls)

@@ -129,9 +129,7 @@ def test_bad_hidden_states_are_an_error_of_their_prompt_only(vectors):
     good = submit(engine, PROMPTS[:2], [PoolingParams(pooling="mean")] * 2)
     while not engine.idle:
         step(engine)
-    np.testing.assert_allclose(
-        [one.embedding for one in good], vectors("mean", True)[:2], atol=1e-5
-    )
+    np.testing.assert_allclose([x.embedding for x in good], vectors("mean", True)[:2], atol=1e-5)
     assert bad.embedding is None and bad.outputs[0].finish_reason == "error"
     with pytest.raises(RuntimeError, match=r"prompt 1 has no embedding.* NaN or infinite"):
         engine.embed([[1], [39]])

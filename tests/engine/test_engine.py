@@ -320,10 +320,8 @@ def test_smaller_priorities_are_served_first(greedy_tokens, waits):
     if waits:
         step(engine)
     priorities = [2, -1, 0, 2, -1]
-    others = [
-        engine.submit(prompt, greedy(max_tokens=2, n=4), priority=priority)
-        for prompt, priority in zip(PROMPTS, priorities, strict=True)
-    ]
+    params, pairs = greedy(max_tokens=2, n=4), zip(PROMPTS, priorities, strict=True)
+    others = [engine.submit(prompt, params, priority=priority) for prompt, priority in pairs]
     run(engine)
     wanted = [others[i] for i in (1, 4, 2, 0, 3)]
     wanted.insert(0 if waits else 5, first)

@@ -25,15 +25,8 @@ from tests.support.plain_model import greedy_tokens
 
 MODEL = TwoSizesModel(vocab_size=40, max_model_len=128, sliding_window=6, num_full_layers=1)
 PROMPTS = [[*range(30)], [7] * 9]
-SPEC = KVCacheSpec(
-    num_layers=4,
-    num_kv_heads=2,
-    head_dim=512,
-    window_num_kv_heads=8,
-    window_head_dim=256,
-    sliding_windows=(8, 8, None, 8),
-    dtype="bfloat16",
-)
+SIZES = dict(num_kv_heads=2, head_dim=512, window_num_kv_heads=8, window_head_dim=256)
+SPEC = KVCacheSpec(num_layers=4, sliding_windows=(8, 8, None, 8), dtype="bfloat16", **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +105,8 @@ def test_two_pools_take_the_memory_of_one():
 @pytest.mark.parametrize("windows", [None, (8, 8, 8, 8)])
 def test_sizes_of_windows_need_layers_of_two_kinds(name, windows):
     class OneKind(TwoSizesModel):
-        kv_cache_spec = replace(
-            SPEC,
-            sliding_windows=windows,
-            **dict(window_num_kv_heads=None, window_head_dim=None) | {name: 2},
-        )
+        none = dict.fromkeys(("window_num_kv_heads", "window_head_dim"))
+        kv_cache_spec = replace(SPEC, sliding_windows=windows, **none | {name: 2})
 
     with pytest.raises(ValueError, match=f"{name}=2 must be None"):
         check_model(OneKind())

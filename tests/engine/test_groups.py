@@ -169,13 +169,8 @@ def test_a_row_that_lacks_a_page_in_one_table_grows_in_neither(lacking):
     free = [int(table.num_free) for table in tables.values()]
     slots = replace(state.slots, finished=jnp.zeros(4, bool), max_lens=i32(9, 9, 9, 9))
     executor.state = executor.placement.put(replace(state, **tables, slots=slots))
-    batch = Batch(
-        decode_slots=np.int32([0, 1, 4, 4]),
-        num_steps=np.int32([1, 1, 0, 0]),
-        chunks=None,
-        mode=GREEDY,
-        max_num_steps=8,
-    )
+    rows = dict(decode_slots=np.int32([0, 1, 4, 4]), num_steps=np.int32([1, 1, 0, 0]))
+    batch = Batch(**rows, chunks=None, mode=GREEDY, max_num_steps=8)
     token_ids = np.asarray(executor.step(batch).token_ids)[0]
     assert token_ids[0] == NOT_SAMPLED and token_ids[1] >= 0
     for name, num_free in zip(tables, free, strict=True):
@@ -257,9 +252,7 @@ BIG = replace(BIG, num_kv_heads=8, head_dim=64, num_heads=8)
         (dict(max_num_seqs=4, num_pages=608), 608, 607, 4),
     ],
 )
-def test_memory_is_divided_between_two_pools_that_hold_more_tokens(
-    sizes, num_pages, num_window_pages, num_seqs
-):
+def test_memory_is_divided_between_two_pools(sizes, num_pages, num_window_pages, num_seqs):
     config = EngineConfig(max_num_batched_tokens=2048, **sizes)
     found, max_len, windows = config.sizes(BIG)
     assert found == num_pages
@@ -272,14 +265,8 @@ def test_memory_is_divided_between_two_pools_that_hold_more_tokens(
 
 def test_no_more_sequences_run_than_the_pool_of_windows_holds():
     """Three of 4 pages each, or two and a short one; forks are counted too."""
-    windows = WindowPool(
-        num_pages=16,
-        page_size=4,
-        max_num_batched_tokens=16,
-        sliding_window=6,
-        kept_tokens=6,
-        caches=False,
-    )
+    sizes = dict(num_pages=16, page_size=4, max_num_batched_tokens=16)
+    windows = WindowPool(**sizes, sliding_window=6, kept_tokens=6, caches=False)
     assert windows.num_for_sequences == 12 and windows.most_of_sequence == 4
     each = [make_sequence(index, 20, new=20) for index in range(4)]
     with_forks(each[0], 2)

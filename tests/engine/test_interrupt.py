@@ -43,9 +43,7 @@ def ctrl_c_in(owner, method, at=1):
 
 @pytest.mark.parametrize("method", ["read", "dispatch", "update_table"])
 @pytest.mark.parametrize("at", [1, 3])
-def test_an_interrupted_step_is_completed_and_its_outputs_are_in_the_next(
-    greedy_tokens, method, at
-):
+def test_an_interrupted_step_ends_and_its_outputs_are_in_the_next(greedy_tokens, method, at):
     engine = make_engine()
     requests = submit(engine, PROMPTS, greedy())
     deltas, interrupts = [], 0

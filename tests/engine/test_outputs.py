@@ -164,10 +164,8 @@ def test_prompts_are_counted_when_requests_start_and_have_their_first_token_not_
     engine = make_engine(num_pages=13)
     prompt = [*range(20)]
     serve(engine, [prompt], greedy(max_tokens=1))
-    requests = [
-        engine.submit([*prompt, 30], sampling(n=3, max_tokens=8)),
-        engine.submit([*prompt[:9], 30], greedy(max_tokens=30)),
-    ]
+    requests = [engine.submit([*prompt, 30], sampling(n=3, max_tokens=8))]
+    requests.append(engine.submit([*prompt[:9], 30], greedy(max_tokens=30)))
     step(engine)
     stats = engine.stats()
     assert_stats(stats, prefix_cache_queries=20 + 21 + 10, prefix_cache_hits=20 + 8)

@@ -54,7 +54,7 @@ def test_an_urgent_request_passes_all_that_wait():
     waiting = submit(engine, PROMPTS, greedy(max_tokens=3))
     step(engine)
     late, urgent, first = (
-        engine.submit([9, 9], greedy(max_tokens=3), priority=priority) for priority in (1, -1, -2)
+        engine.submit([9, 9], greedy(max_tokens=3), priority=x) for x in (1, -1, -2)
     )
     run(engine)
     order = sorted([*waiting, late, urgent, first], key=lambda one: one.start_time)

@@ -64,13 +64,8 @@ def test_limits_of_ranges_are_allowed_and_sequences_stored_hashable():
     SamplingParams(stop_token_ids=range(64), logit_bias=dict.fromkeys(range(300), -100))
     SamplingParams(beam_width=10, n=10, temperature=1.0, top_k=3, stop_token_ids=[1])
     SamplingParams(min_tokens=5)  # max_tokens=None
-    params = SamplingParams(
-        stop=(x for x in ["a"]),
-        stop_token_ids=[np.int64(1), 2, 1],
-        logit_bias={7: 1, np.int32(3): -2.5},
-        max_tokens=np.int32(3),
-        top_k=-1,
-    )
+    tokens = dict(stop_token_ids=[np.int64(1), 2, 1], logit_bias={7: 1, np.int32(3): -2.5})
+    params = SamplingParams(stop=(x for x in ["a"]), max_tokens=np.int32(3), top_k=-1, **tokens)
     assert params.stop == ("a",) and params.stop_token_ids == (1, 2) and params.top_k == 0
     assert params.logit_bias == ((3, -2.5), (7, 1.0))
     given = dict(stop="a", stop_token_ids=(1, 2), logit_bias=params.logit_bias, max_tokens=3)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -193,13 +192,16 @@ def drafted(texts, num_drafts, most, least):
     return 0, []
 
 
+jitted_drafts = jax.jit(find_drafts, static_argnums=3)
+
+
 def random_history(seed, num_rows, groups):
     rng = np.random.default_rng(seed)
     lens = rng.integers(1, 25, num_rows).astype(np.int32)
     token_ids = np.where(np.arange(24) < lens[:, None], rng.integers(0, 3, (num_rows, 24)), -1)
-    history = History(token_ids=jnp.asarray(token_ids, jnp.int32), groups=jnp.asarray(groups))
+    history = History(token_ids=token_ids.astype(np.int32), groups=groups)
     texts = [row[:size].tolist() for row, size in zip(token_ids, lens, strict=True)]
-    return history, jnp.arange(num_rows), jnp.asarray(lens), texts
+    return history, np.arange(num_rows, dtype=np.int32), lens, texts
 
 
 @pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2)])
@@ -208,7 +210,7 @@ def test_drafts_follow_the_latest_of_the_longest_matches(most, least):
     config = SpeculativeConfig(
         num_speculative_tokens=5, prompt_lookup_max=most, prompt_lookup_min=least
     )
-    drafts, counts = map(np.asarray, find_drafts(*arrays, config))
+    drafts, counts = map(np.asarray, jitted_drafts(*arrays, config))
     for row, text in enumerate(texts):
         assert drafts[row, : counts[row]].tolist() == drafted([text], 5, most, least)[1]
     assert {*counts.tolist()} == {0, 5}
@@ -218,13 +220,9 @@ def test_suffixes_are_found_in_the_group_too_and_longer_ones_have_more_drafts():
     """Rows of two groups; of matches of one length those in the row itself come first."""
     groups = np.arange(60, dtype=np.int32) // 2
     *arrays, texts = random_history(0, 60, groups)
-    config = SpeculativeConfig(
-        method="suffix",
-        num_speculative_tokens=5,
-        suffix_decoding_max_tree_depth=4,
-        suffix_decoding_max_spec_factor=1.5,
-    )
-    drafts, counts = map(np.asarray, find_drafts(*arrays, config))
+    limits = dict(suffix_decoding_max_tree_depth=4, suffix_decoding_max_spec_factor=1.5)
+    config = SpeculativeConfig(method="suffix", num_speculative_tokens=5, **limits)
+    drafts, counts = map(np.asarray, jitted_drafts(*arrays, config))
     from_others = 0
     for row, text in enumerate(texts):
         size, wanted = drafted([text, texts[row ^ 1]], 5, 4, 1)
@@ -287,10 +285,7 @@ def test_texts_are_drawn_with_the_probabilities_of_the_model():
         (dict(num_speculative_tokens=2), "must have 'method'"),
         (dict(CONFIG, method="suffix"), "prompt_lookup_max=3 is of method='ngram'"),
         (dict(CONFIG, suffix_decoding_max_tree_depth=3), "=3 is of method='suffix'"),
-        (
-            dict(method="suffix", num_speculative_tokens=2, suffix_decoding_max_spec_factor=0),
-            "factor=0 must be above 0",
-        ),
+        (SUFFIX | dict(suffix_decoding_max_spec_factor=0), "factor=0 must be above 0"),
         ("ngram", "speculative_config='ngram' must be a dict"),
     ],
 )

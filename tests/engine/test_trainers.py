@@ -42,7 +42,7 @@ def new_tokens():
     [lambda x: x, np.asarray, lambda x: jax.device_put(x, jax.devices()[0])],
     ids=["device", "host", "committed"],
 )
-def test_requests_after_an_update_run_on_the_new_weights(
+def test_requests_after_an_update_use_the_new_weights(
     greedy_tokens, new_tokens, compilations, form
 ):
     """A trainer commits its arrays to a device; those of a checkpoint are of the host."""
@@ -202,11 +202,7 @@ def test_scores_share_the_prompt_and_fit_a_pool_of_one_sequence():
         ([[1], []], [[2], [3]], "sequence 1: the prompt is empty"),
         ([[1], [1]], [[2], [40]], "sequence 1: token id of the prompt=40"),
         ([[1], [1] * 40], [[2], [3] * 30], "sequence 1: a prompt of 70 tokens"),
-        (
-            [[1], "a"],
-            [[2], [3]],
-            "sequence 1: .* must be token ids, not texts",
-        ),
+        ([[1], "a"], [[2], [3]], "sequence 1: .* must be token ids, not texts"),
     ],
 )
 def test_sequences_that_cannot_be_scored_are_refused(prompts, completions, message):

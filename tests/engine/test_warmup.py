@@ -60,7 +60,7 @@ def test_batches_run_in_a_larger_step_until_theirs_is_compiled(gate, greedy_toke
     assert engine.stats().compilations == 3 and not compilations
 
 
-def test_a_step_that_fails_to_compile_is_reported_and_larger_ones_serve(
+def test_failed_compiles_are_logged_and_larger_steps_serve(
     gate, greedy_tokens, monkeypatch, caplog
 ):
     engine = make_engine(modes=None, **SIZES)

@@ -28,8 +28,7 @@ def arrays(dtype="float32"):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_tokens_get_the_weighted_sum_of_their_experts(dtype, options):
     options = {
-        name: draw(7, *shape, dtype=dtype) if isinstance(shape, tuple) else shape
-        for name, shape in options.items()
+        k: draw(7, *x, dtype=dtype) if isinstance(x, tuple) else x for k, x in options.items()
     }
     run = jax.jit(lambda *args: fused_experts(*args, **options, implementation="xla"))
     args = arrays(dtype)
@@ -131,10 +130,7 @@ def test_devices_add_up_their_features_or_experts(axis):
         (dict(down=jnp.zeros((EXPERTS, FEATURES, SIZE))), r"down.shape=\(6, 24, 16\) must be"),
         (dict(gate_up=jnp.zeros((EXPERTS, FEATURES, 3, SIZE))), "gate_up.shape=.* must be"),
         (dict(down_bias=jnp.zeros(SIZE)), r"down_bias.shape=\(16,\) must be \(6, 16\)"),
-        (
-            dict(expert_indices=jnp.zeros((TOKENS, 2), int)),
-            r"expert_indices must be int32\[45, 3\]",
-        ),
+        (dict(expert_indices=jnp.zeros((TOKENS, 2), int)), r"expert_indices must be int32\[45"),
         (dict(expert_weights=jnp.zeros((TOKENS, K), int)), "must be floating"),
         (dict(expert_weights=jnp.zeros((1, K))), r"must be \[T, k\] with 45 tokens"),
         (dict(down=jnp.zeros((EXPERTS, SIZE, FEATURES), "float16")), "down.dtype=float16"),

@@ -17,13 +17,8 @@ MAX_ROWS, MAX_PROGRAMS = 256, 132  # of all plans here, which so share a program
 
 
 def plan_of(num_seqs, num_programs, fixed_split_size=None, **more):
-    config = DecodeConfig(
-        block_k=BLOCK,
-        num_programs=num_programs,
-        num_warps=1,
-        num_stages=1,
-        fixed_split_size=fixed_split_size,
-    )
+    sizes = dict(block_k=BLOCK, num_programs=num_programs, fixed_split_size=fixed_split_size)
+    config = DecodeConfig(num_warps=1, num_stages=1, **sizes)
     options = LogitOptions(sm_scale=1.0)
     sizes = dict(num_seqs=num_seqs, num_kv_heads=1, max_kv_len=200 * BLOCK)
     return DecodePlan.of(config, options, **sizes, **more)
@@ -70,17 +65,12 @@ BATCHES = [
     RNG.integers(0, 40, 100).tolist(),
     RNG.integers(0, 90, 100).tolist(),
 ]
+WHOLE, SHORT = {"with_whole_rows": True}, {"with_short_programs": True}
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"with_whole_rows": True},
-        {"with_short_programs": True},
-        {"with_whole_rows": True, "with_short_programs": True},
-        {"fixed_split_size": 3 * BLOCK},
-    ],
+    [{}, WHOLE, SHORT, WHOLE | SHORT, {"fixed_split_size": 3 * BLOCK}],
     ids=lambda options: "-".join(options) or "even",
 )
 @pytest.mark.parametrize("num_programs", [1, 5, 66])

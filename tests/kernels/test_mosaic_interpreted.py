@@ -181,7 +181,6 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
         (AMPERE, NARROW, dict(config=TWO_WARPGROUPS)),
         (HOPPER, GROUP_OF_20, OF_20),
         (AMPERE, GROUP_OF_20, dict(OF_20, config=dict(block_k=16))),
-        (HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE)),
         (HOPPER, bytes_of(FP8, num_kv_heads=2, **LARGE_PAGES), dict(kv_layout="NH2D")),
         (AMPERE, MIXED, dict(config=TWO_WARPGROUPS)),
         (AMPERE, MANY, dict(sliding_window=30, soft_cap=5.0, alibi_slopes=SLOPES, causal=False)),
@@ -189,6 +188,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
     ],
     [
         (HOPPER, MANY, dict(config=ONE_CONSUMER, sliding_window=30)),
+        (HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE)),
         (HOPPER, MIXED, dict(config=dict(num_consumers=3), sliding_window=30)),
         (AMPERE, LONG, dict(config=dict(num_programs=8, **TWO_WARPGROUPS))),
         (AMPERE, ampere_sizes(272, 4), {}),  # columns are 144 + 144
@@ -249,7 +249,7 @@ def converts_rows(monkeypatch):
     jax.clear_caches()
 
 
-@each_call([(HOPPER, bytes_of(INT8), ALL)])
+@each_call([(HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE))])
 def test_rows_that_are_converted_before_match_the_oracle(family, case, options, converts_rows):
     # 40 tokens of the first row; the others are left to the converter of the kernel.
     check(family, case, options)

@@ -12,10 +12,17 @@ if not GOLDENS.exists():
 
 ON_RECORD = json.loads(GOLDENS.read_text())
 FEW = {"decode 64x4096", "ragged 4x4096 512 tokens"}  # the default run
+# Of options by themselves it has this one, and all of them together.
+ALONE = {"sliding_window"}
 
 
 COMPARED = [program for program in programs() if program.name in ON_RECORD]
-QUICK = [program for program in COMPARED if any(few in program.name for few in FEW)]
+QUICK = [
+    program
+    for program in COMPARED
+    if any(few in program.name for few in FEW)
+    and (len(program.options) != 1 or program.options.keys() == ALONE)
+]
 
 
 @pytest.mark.parametrize(

@@ -156,11 +156,8 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     monkeypatch.setattr(serve, "run", lambda *args, **options: served.append((args, options)))
     done: Future[None] = Future()
     for name in ("warmup", "start_warmup"):
-        monkeypatch.setattr(
-            serve.Engine,
-            name,
-            lambda _, params, progress, name=name: warmed.append((name, params)) or done,
-        )
+        record = lambda _, params, progress, name=name: warmed.append((name, params)) or done  # noqa: E731
+        monkeypatch.setattr(serve.Engine, name, record)
     limits = dict(max_body_bytes=5, max_total_body_bytes=4, max_queue=6, max_connections=7)
     limits |= dict(request_timeout=8.5, drain_timeout=9.5)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
@@ -191,14 +188,8 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     assert "compiled all programs in " in capsys.readouterr().err
     plain, own, _ = (args[0] for args, _ in served)
     assert plain.config == ServerConfig(served_model_name="copy", api_keys=("of the environment",))
-    assert own.config == ServerConfig(
-        served_model_name="m",
-        api_keys=("a", "b"),
-        allowed_hosts=("x", "y"),
-        allow_priority=True,
-        pooling="mean",
-        **limits,
-    )
+    keys = dict(api_keys=("a", "b"), allowed_hosts=("x", "y"), allow_priority=True)
+    assert own.config == ServerConfig(served_model_name="m", pooling="mean", **keys, **limits)
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
     assert plain.chat_template is None and plain.has_tokenizer
     assert own.chat_template.render([{"role": "user", "content": "x"}]) == "x"

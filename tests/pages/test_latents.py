@@ -103,9 +103,7 @@ def of_random_tokens(kv_layout, stored):
     pool = create(**STORED[stored], kv_layout=kv_layout)
     tokens = rng.standard_normal((P * N, 1, LATENT + ROPE)).astype(np.float32)
     dtype = STORED[stored]["dtype"]
-    layers = tuple(
-        write_kv(layer, tokens, None, np.arange(P * N, dtype=np.int32)) for layer in pool.layers
-    )
+    layers = tuple(write_kv(layer, tokens, None, i32(*range(P * N))) for layer in pool.layers)
     if dtype not in LARGEST:
         held = tokens.astype(jnp.dtype(dtype)).astype(np.float32)
     elif "one scale" in stored:
@@ -188,9 +186,7 @@ def test_forks_and_truncations_of_the_table_copy_latents():
     table, ok = extend(table, i32(0, 1, 0, 0))
     assert ok.all()
     pool, other = grow(table, pool, [1], [3])
-    np.testing.assert_array_equal(
-        tokens_of(table, pool, 0), np.concatenate([first[: N + 1], newest[:1]])
-    )
+    np.testing.assert_array_equal(tokens_of(table, pool, 0), [*first[: N + 1], *newest[:1]])
     np.testing.assert_array_equal(tokens_of(table, pool, 1), np.concatenate([first[:3], other]))
     np.testing.assert_array_equal(tokens_of(table, pool, 2), first[N + 1 :])
     pp.check_page_table(table)

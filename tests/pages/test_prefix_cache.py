@@ -94,10 +94,7 @@ def test_numbers_out_of_range_are_refused():
         (range(20), [0, 1, 7, 8, 30], r"page=30 is cached for another prefix"),
         (range(20), [0, 1, 7, 8, 1], r"page=1 is cached"),
         (range(20), [0, 1, 7, 8, 7], r"page=7 must be named once"),
-        *(
-            (range(20), [0, 1, x, 8], rf"pages\[2\]={x!r} must be an integer in 0")
-            for x in (0.5, "1", -1, 2**40)
-        ),
+        *((range(20), [0, 1, x, 8], rf"pages\[2\]={x!r} must be") for x in (0.5, "1", -1, 2**40)),
     ],
 )
 def test_insert_refuses_and_changes_nothing(tokens, pages, message):

@@ -25,6 +25,7 @@ CODER = """\
 LLAMA = '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"b": "é"}}'
 LIST = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "é"}}]'
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
 COMMENTARY = "<|start|>assistant<|channel|>commentary"
 TO_F = f'{COMMENTARY} to=functions.f <|constrain|>json<|message|>{{"a": 1}}'
 HARMONY = ("openai", "openai_gptoss")
@@ -85,18 +86,10 @@ def parted(text, parsers, size=None, **options):
         (("mistral", "none"), '[TOOL_CALLS]f[ARGS]{"a"', ('[TOOL_CALLS]f[ARGS]{"a"', "", [])),
         (HARMONY, ANALYSIS + TO_F, ("", "Hm.", [A])),
         (HARMONY, f"{ANALYSIS}{COMMENTARY}<|message|>Now.<|end|>{TO_F}", ("Now.", "Hm.", [A])),
-        (
-            HARMONY,
-            ANALYSIS + "<|start|>assistant<|channel|>final<|message|>Yes.",
-            ("Yes.", "Hm.", []),
-        ),
+        (HARMONY, f"{ANALYSIS}{FINAL}Yes.", ("Yes.", "Hm.", [])),
         (HARMONY, '{"a": 1}', ('{"a": 1}', "", [])),
         (HARMONY, "<|channel|>ana", ("", "", [])),
-        (
-            HARMONY,
-            ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
-            ("", "", [A]),
-        ),
+        (HARMONY, ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', ("", "", [A])),
         (("none", "none"), F, (F, "", [])),
     ],
 )

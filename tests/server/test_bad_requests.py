@@ -41,16 +41,8 @@ OF_TEXTS = [
     ({"logit_bias": {"256": 1}}, "logit_bias", None),
     ({"logit_bias": [1]}, "logit_bias must be an object", "logit_bias"),
     ({"structured_outputs": {}}, "structured_outputs has nothing", "structured_outputs"),
-    (
-        {"structured_outputs": {"choice": "x"}},
-        "structured_outputs.choice must be an array",
-        "structured_outputs.choice",
-    ),
-    (
-        {"structured_outputs": {"regexp": "x"}},
-        "unknown field structured_outputs.regexp",
-        "structured_outputs.regexp",
-    ),
+    ({"structured_outputs": {"choice": "x"}}, "must be an array", "structured_outputs.choice"),
+    ({"structured_outputs": {"regexp": "x"}}, "unknown field", "structured_outputs.regexp"),
     ({"logprobs": 21}, "logprobs=21", "logprobs"),
     ({"logprobs": True}, "logprobs must be an integer", "logprobs"),
     ({"echo": 1}, "echo must be a boolean", "echo"),
@@ -74,6 +66,7 @@ def tool(name="f", **fields):
 
 
 TOOL = tool()
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
 OF_CHATS = [
     ({"messages": None}, "messages must be a list", "messages"),
     ({"messages": []}, "messages must be a list", "messages"),
@@ -92,50 +85,18 @@ OF_CHATS = [
     ({"tools": [tool(parameters=5)]}, "must be an object", "tools[0].function.parameters"),
     ({"tools": [tool(x=5)]}, "unknown field", "tools[0].function.x"),
     ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice='f' must be", "tool_choice"),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice={",
-        "tool_choice",
-    ),
-    (
-        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "can't have a response_format too",
-        "tool_choice",
-    ),
-    (
-        {"tools": [tool(parameters={"type": "strin"})], "tool_choice": "required"},
-        "Invalid type: strin",
-        "tools",
-    ),
+    ({"tools": [TOOL], "tool_choice": tool(name="g")}, "tool_choice={", "tool_choice"),
+    (JSON_OBJECT | {"tools": [TOOL], "tool_choice": "required"}, "response_format", "tool_choice"),
+    ({"tools": [tool(parameters={"type": "strin"})], "tool_choice": "required"}, "strin", "tools"),
     ({"documents": [5]}, "documents=", "documents"),
     ({"tool_choice": "required"}, 'tool_choice="required" needs tools', "tool_choice"),
-    (
-        {"messages": [{"role": "user", "content": "x", "tool_call_id": 5}]},
-        "must be a text",
-        "messages",
-    ),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": 5}]}, "be a text", "messages"),
     ({"response_format": "json"}, "response_format must be an object", "response_format"),
     ({"response_format": {"type": "json"}}, "response_format.type must be", "response_format.type"),
-    (
-        {"response_format": {"type": "json_schema"}},
-        "response_format.json_schema must have a schema",
-        "response_format",
-    ),
-    (
-        {"response_format": {"type": "text", "schema": {}}},
-        "unknown field response_format.schema",
-        "response_format.schema",
-    ),
-    (
-        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}},
-        "can't be given both",
-        "structured_outputs",
-    ),
-    (
-        {"response_format": {"type": "json_object"}, "min_tokens": 2},
-        "min_tokens=2 is not possible with structured_outputs",
-        "min_tokens",
-    ),
+    ({"response_format": {"type": "json_schema"}}, "must have a schema", "response_format"),
+    ({"response_format": {"type": "text", "schema": {}}}, "unknown", "response_format.schema"),
+    (JSON_OBJECT | {"structured_outputs": {"regex": "x"}}, "given both", "structured_outputs"),
+    (JSON_OBJECT | {"min_tokens": 2}, "min_tokens=2 is not possible with", "min_tokens"),
     ({"modalities": ["audio"]}, "modalities is not supported", "modalities"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "must be equal", "max_completion_tokens"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs must be", "chat_template_kwargs"),

@@ -38,11 +38,9 @@ class Stream:
     """Hands out outputs, each after some seconds of the clock; "closed" waits for `close`."""
 
     def __init__(self, clock, outputs):
+        times = dict(start_time=ARRIVAL + 1.5, first_token_time=ARRIVAL + 4)
         self.request = SimpleNamespace(
-            arrival_time=ARRIVAL + 1,
-            start_time=ARRIVAL + 1.5,
-            first_token_time=ARRIVAL + 4,
-            prompt_token_ids=[1, 2, 3],
+            arrival_time=ARRIVAL + 1, prompt_token_ids=[1, 2, 3], **times
         )
         self._clock, self._outputs, self.closed = clock, outputs, asyncio.Event()
 

@@ -199,9 +199,9 @@ def test_a_dead_engine_is_reported(tmp_path, caplog):
             assert error["code"] == "engine_dead"
         assert running.client.get("/health").json() == {"status": "dead"}
         values = running.metrics()
-        assert (
-            values["engine_up"] == 0
-            and values['request_success_total{finished_reason="error"}'] == 1
+        assert (values["engine_up"], values['request_success_total{finished_reason="error"}']) == (
+            0,
+            1,
         )
     (record,) = caplog.records  # the engine logs its death
     assert record.name == "pallas_paged" and "the device is lost" in str(record.exc_info[1])

@@ -79,9 +79,7 @@ async def test_counters_of_the_engine(monkeypatch):
         each = enumerate(getattr(stats, PER_POSITION))
         values |= {f'{PER_POSITION}_total{{position="{place}"}}': count for place, count in each}
         outcomes = ("stop", "length", "abort", "timeout", "error")
-        return values | {
-            f'request_success_total{{finished_reason="{name}"}}': 0 for name in outcomes
-        }
+        return values | {f'request_success_total{{finished_reason="{x}"}}': 0 for x in outcomes}
 
     async def found():
         values = without_histograms(metric_values(await one.render()))

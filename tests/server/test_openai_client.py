@@ -65,10 +65,8 @@ def test_echo_repeats_the_prompt_with_its_logprobs(api, stream):
     assert text == prompt + expected_text(prompt, 4) and choices[-1].finish_reason == "length"
     logprobs = [choice.logprobs for choice in choices]
     assert [len(one.tokens) for one in logprobs] == [11] or stream
-    tokens, own, offsets = (
-        [x for one in logprobs for x in getattr(one, name)]
-        for name in ("tokens", "token_logprobs", "text_offset")
-    )
+    names = ("tokens", "token_logprobs", "text_offset")
+    tokens, own, offsets = ([x for one in logprobs for x in getattr(one, name)] for name in names)
     assert tokens[:2] == ["bytes:\\xc3", "bytes:\\xa9"] and tokens[6] == "!"
     assert offsets[:8] == [0, 0, 1, 1, 1, 1, 2, 3] and len(offsets) == len(own) == 11
     top = [x for one in logprobs for x in one.top_logprobs]

@@ -31,18 +31,10 @@ G = {"type": "function", "function": {"name": "g", "parameters": {"const": {}}}}
 CHOICE = {"enum": [{"a": 11}, {"a": 12}, {"a": 21}, {"a": 22}]}
 CHOOSING = {"type": "function", "function": {"name": "f", "parameters": CHOICE}}
 NAMED = {"type": "function", "function": {"name": "f"}}
-BYTES = types.SimpleNamespace(
-    token_bytes=lambda x: bytes([x]),
-    is_special=lambda _: False,
-    decode=str,
-    encode=lambda text: [*text.encode()],
-)
-PARSERS = [
-    ("hermes", "qwen3"),
-    ("llama3_json", "none"),
-    ("mistral", "mistral"),
-    ("openai", "openai_gptoss"),
-]
+BYTES = types.SimpleNamespace(token_bytes=lambda x: bytes([x]), is_special=lambda _: False)
+BYTES.decode, BYTES.encode = str, lambda text: [*text.encode()]
+PARSERS = [("hermes", "qwen3"), ("llama3_json", "none"), ("mistral", "mistral")]
+PARSERS.append(("openai", "openai_gptoss"))
 
 
 def test_a_forced_call_at_once_and_streamed(api):
@@ -59,9 +51,7 @@ def test_a_forced_call_at_once_and_streamed(api):
     first, *others = [piece for (piece,) in filter(None, pieces)]
     assert (first.index, first.type, len(first.id)) == (0, "function", 9)
     assert (first.function.name, first.function.arguments) == ("f", "")
-    assert {(one.index, one.id, one.type, one.function.name) for one in others} == {
-        (0, None, None, None)
-    }
+    assert {(x.index, x.id, x.type, x.function.name) for x in others} == {(0, None, None, None)}
     assert len(others) > 1  # what the schema leaves open comes piece by piece
     assert "".join(one.function.arguments for one in others) == call.function.arguments
     with api.chat.completions.stream(**options, **GREEDY) as stream:
@@ -193,9 +183,7 @@ def test_reasoning_content_and_parallel_calls(tmp_path):
 
 
 @pytest.mark.parametrize("parsers", PARSERS)
-def test_an_answer_of_a_format_is_content_also_if_the_prompt_opens_the_reasoning(
-    tmp_path, parsers, monkeypatch
-):
+def test_an_answer_of_a_format_is_content_in_spite_of_reasoning(tmp_path, parsers, monkeypatch):
     monkeypatch.setattr("tests.support.servers.CHAT_TEMPLATE", "{{ tools }}<think>\n")
     texts = ['{"name": "g", ', '"parameters": {}}']
     options = {"tools": [G], "response_format": {"type": "json_object"}}

@@ -37,14 +37,9 @@ SMALL = Case(
     pages_per_seq=2,
 )  # fmt: skip
 RAGGED = replace(SMALL, q_lens=(3, 0, 5, 1), num_tokens=10)
-SHARED = SharedPrefixes(
-    case=SMALL, seq_lens=(13, 9, 5, 16), prefix_lens=(8,), cu_group_sizes=(0, 2)
-)
-CALLS = {
-    "decode": (raw.paged_attention, SMALL),
-    "ragged": (raw.ragged_paged_attention, RAGGED),
-    "cascade": (raw.cascade_attention, SHARED),
-}
+SHARED = SharedPrefixes(SMALL, seq_lens=(13, 9, 5, 16), prefix_lens=(8,), cu_group_sizes=(0, 2))
+CALLS = {"decode": (raw.paged_attention, SMALL), "ragged": (raw.ragged_paged_attention, RAGGED)}
+CALLS["cascade"] = raw.cascade_attention, SHARED
 SLOPES = np.linspace(0, 0.5, 16, dtype=np.float32)
 OPTIONS = dict(alibi_slopes=SLOPES, sinks=4 * SLOPES, soft_cap=1.5, sliding_window=9, sm_scale=-0.7)
 STATIC = ("soft_cap", "sliding_window", "sm_scale")
@@ -111,9 +106,7 @@ class Call:
     ),
     ids=str,
 )
-def test_each_device_attends_with_its_own_heads_and_every_option(
-    implementation, name, kind, kv_layout
-):
+def test_devices_attend_with_their_heads_and_every_option(implementation, name, kind, kv_layout):
     call = Call(name, implementation, kv_layout=kv_layout)
     call.check(mesh_2d(several().size, names=("tensor",), kind=kind), result=(None, "tensor"))
 
@@ -130,9 +123,7 @@ def test_each_device_attends_with_its_own_heads_and_every_option(
     ),
     ids=str,
 )
-def test_rows_of_int8_pages_by_number_and_flat_tables(
-    implementation, name, per_tensor, kind, kv_layout
-):
+def test_int8_pages_by_number_and_flat_tables(implementation, name, per_tensor, kind, kv_layout):
     """The last row is not one; a config divides the work for the heads of a device."""
     config = config_of(implementation, ragged=name == "ragged")
     static = {"fixed_split_size": 64} if per_tensor else {"config": config}
@@ -164,13 +155,9 @@ def test_replicated_queries_are_sharded_as_the_pages(implementation):
 
 
 def in_shard_map(call, arrays, on):
-    return jax.shard_map(
-        call,
-        mesh=on,
-        in_specs=({key: BY_HEADS.get(key, P()) for key in arrays},),
-        out_specs=P(None, "tensor"),
-        check_vma=True,
-    )
+    specs = {key: BY_HEADS.get(key, P()) for key in arrays}
+    how = dict(mesh=on, in_specs=(specs,), out_specs=P(None, "tensor"), check_vma=True)
+    return jax.shard_map(call, **how)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -248,9 +235,7 @@ def assert_same_gradients(found, call):
     """As those of XLA on one device."""
     wanted = gradient_of(partial(call, implementation="xla"))(*split(without_nan(call.arrays)))
     for key in found:
-        np.testing.assert_allclose(
-            np.asarray(found[key]), np.asarray(wanted[key]), rtol=1e-4, atol=1e-5, err_msg=key
-        )
+        np.testing.assert_allclose(found[key], wanted[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 INTERPRETED = "triton_interpret"

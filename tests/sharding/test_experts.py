@@ -59,9 +59,9 @@ def both(arrays):
 )  # fmt: skip
 def test_equals_one_device_and_moves_no_weight(sharded, kind):
     where = Mesh(mesh(2).devices, ("tensor",), axis_types=(kind,))
+    specs = SPECS[sharded]
     arrays = {
-        name: jax.device_put(x, NamedSharding(where, SPECS[sharded].get(name, P())))
-        for name, x in ARRAYS.items()
+        k: jax.device_put(x, NamedSharding(where, specs.get(k, P()))) for k, x in ARRAYS.items()
     }
     out, gradients = jax.jit(both)(arrays)
     expected_out, expected = jax.jit(both)(ARRAYS)

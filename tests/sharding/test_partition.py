@@ -34,12 +34,8 @@ from tests.support.placement import BY_HEADS, POSITIONAL, collectives, mesh_2d, 
 PAGES = ("num_kv_heads", "num_pages", "page_size", "kv_head_dim")
 Q = ("num_seqs", "num_q_heads", "head_dim")
 AXES = ("num_kv_heads", "num_q_heads", "num_seqs")
-DECODE = ShardingRule(
-    names=POSITIONAL,
-    inputs=(Q, PAGES, PAGES, ("num_seqs", "pages_per_seq"), ("num_seqs",)),
-    outputs=(Q,),
-    shardable_axes=AXES,
-)
+INPUTS = Q, PAGES, PAGES, ("num_seqs", "pages_per_seq"), ("num_seqs",)
+DECODE = ShardingRule(names=POSITIONAL, inputs=INPUTS, outputs=(Q,), shardable_axes=AXES)
 GRADIENT = replace(DECODE, shardable_axes=AXES[:2], divides_groups=False)
 WRITE = replace(DECODE, shardable_axes=AXES[:1])
 MESH = AbstractMesh((2, 2, 3), ("a", "b", "c"))
@@ -223,9 +219,7 @@ AB, BA = ("a", "b"), ("b", "a")
         (8, P(None, "b", "a"), P("a"), dict(seq_lens=P("a")), None),
     ],
 )
-def test_devices_compute_with_their_parts_and_gather_no_pages(
-    num_kv_heads, q, pages, rest, result, kind
-):
+def test_devices_use_their_parts_and_gather_no_pages(num_kv_heads, q, pages, rest, result, kind):
     arrays, on = arrays_of(num_kv_heads=num_kv_heads), mesh_2d(2, 2, names=AB, kind=kind)
     placed = place(arrays, on, rest | dict(q=q, k_pages=pages, v_pages=pages))
     compiled = compiled_on(Local(), placed)

@@ -203,7 +203,7 @@ class NarrowCase(Case):
 mosaic_case = partial(Case, head_dim=64, page_size=16, dtype="bfloat16")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SharedPrefixes:
     """Rows of `case` in groups; the rows of a group share the pages of their first tokens."""
 

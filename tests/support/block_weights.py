@@ -9,14 +9,8 @@ from pallas_paged.experts import fused_experts
 
 
 def shapes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, tuple[int, ...]]:
-    shapes = {
-        "o": (size, attended),
-        "gate_up": (hidden, 2, size),
-        "down": (size, hidden),
-        "qkv": (out, size),
-        "mlp_norm": (size,),
-        "out_norm": (size,),
-    }
+    shapes = {"o": (size, attended), "gate_up": (hidden, 2, size), "down": (size, hidden)}
+    shapes |= {"qkv": (out, size), "mlp_norm": (size,), "out_norm": (size,)}
     return {name: shape for name, shape in shapes.items() if out or name != "qkv"}
 
 

@@ -9,16 +9,8 @@ from flax import nnx
 from models.decoder import Decoder, ModelConfig, dense_attend, engine_model
 from tests.support.oracle import Oracle
 
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-)
+_SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+CONFIG = ModelConfig(num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16, **_SIZES)
 
 
 def tiny_model(config: ModelConfig = CONFIG) -> Decoder:

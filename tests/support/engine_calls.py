@@ -21,14 +21,8 @@ WIDE = replace(MODEL, num_heads=8, num_kv_heads=4)  # for up to 8 devices
 # Lengths on both sides of the borders of 4-token pages; the longest takes two steps.
 PROMPTS = [[1, 2, 3], [*range(4, 13)], [14, 15, 16, 17], [18], [*range(20, 38)]]
 # Every number of pages, slots, tokens or steps has programs of its own: change few of them.
-SIZES: dict[str, Any] = dict(
-    num_pages=16,
-    page_size=4,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    num_scheduler_steps=8,
-    implementation="xla",
-)
+SIZES: dict[str, Any] = dict(num_pages=16, page_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+SIZES |= dict(num_scheduler_steps=8, implementation="xla")
 # Steps of greedy requests, of all but those with a top_k or top_p, and of any: the two shapes of
 # each take 1, 2 and 5 s to compile.
 _ANY = modes_for(None)[-1]

@@ -47,7 +47,7 @@ DECODE = Case(
 )  # fmt: skip
 RAGGED = dataclasses.replace(DECODE, q_lens=(100, 0, 70, 1), num_tokens=175)
 PREFIXES = SharedPrefixes(
-    case=DECODE, seq_lens=(150, 140, 200, 160), prefix_lens=(128, 0), cu_group_sizes=(0, 3, 4)
+    DECODE, (150, 140, 200, 160), prefix_lens=(128, 0), cu_group_sizes=(0, 3, 4)
 )
 ENTRIES: dict[str, tuple[Callable[..., Any], Case | SharedPrefixes]] = {
     "decode": (raw.paged_attention, DECODE),

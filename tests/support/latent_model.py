@@ -26,13 +26,8 @@ class LatentModel:
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
-        return KVCacheSpec(
-            num_layers=self.num_layers,
-            num_kv_heads=1,
-            head_dim=RANK + ROPE,
-            v_head_dim=RANK,
-            dtype="float32",
-        )
+        sizes = dict(num_kv_heads=1, head_dim=RANK + ROPE, v_head_dim=RANK)
+        return KVCacheSpec(num_layers=self.num_layers, dtype="float32", **sizes)
 
     def init(self, seed):
         rng = np.random.default_rng(seed)

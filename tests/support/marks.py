@@ -15,15 +15,11 @@ def _gpu_memory() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
-needs_triton = pytest.mark.skipif(
-    without_triton.is_hidden(), reason="of the Triton kernels, which this run hides"
-)
+needs_triton = pytest.mark.skipif(without_triton.is_hidden(), reason="this run hides Triton")
 needs_mosaic = pytest.mark.skipif(
     mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
 )
-needs_large_gpu = pytest.mark.skipif(
-    _gpu_memory() < 24 << 30, reason="needs a GPU with 24 GiB for this process: -n0"
-)
+needs_large_gpu = pytest.mark.skipif(_gpu_memory() < 24 << 30, reason="needs 24 GiB of a GPU: -n0")
 
 
 def slow(parameters: Iterable) -> list:

@@ -59,10 +59,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "scheduler": (
-        [
-            f"{_ENGINE}/schedule/scheduler.py",
-            f"{_ENGINE}/schedule/kv_cache_manager.py",
-        ],
+        [f"{_ENGINE}/schedule/scheduler.py", f"{_ENGINE}/schedule/kv_cache_manager.py"],
         ["tests/engine/test_scheduler.py", "tests/engine/test_engine.py", "tests/engine"],
     ),
     "output processor": (
@@ -73,10 +70,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/engine/test_detokenizer.py", "tests/engine"],
     ),
     "sampler": (
-        [
-            f"{_ENGINE}/sampling/sampler.py",
-            f"{_ENGINE}/sampling/passes.py",
-        ],
+        [f"{_ENGINE}/sampling/sampler.py", f"{_ENGINE}/sampling/passes.py"],
         [
             *["tests/engine/test_sampler.py", "tests/parallel/test_sampling.py"],
             *["tests/engine/test_sampling.py", "tests/engine"],

@@ -27,11 +27,8 @@ from tests.support import raw
 from tests.support.devices import lower_for_cuda
 
 GOLDENS = Path(__file__).parents[1] / "kernels" / "goldens" / f"programs-jax-{jax.__version__}.json"
-FUNCTIONS = {
-    "decode": raw.paged_attention,
-    "ragged": raw.ragged_paged_attention,
-    "cascade": raw.cascade_attention,
-}
+FUNCTIONS = {"decode": raw.paged_attention, "ragged": raw.ragged_paged_attention}
+FUNCTIONS["cascade"] = raw.cascade_attention
 PER_HEAD = np.ones(32, np.float32)
 OPTIONS: dict[str, Any] = dict(
     sliding_window=100, soft_cap=30.0, alibi_slopes=PER_HEAD, sinks=PER_HEAD, return_lse=True

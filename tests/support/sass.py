@@ -224,12 +224,8 @@ def usages_of(log: str, target: Target, shared: dict[str, str]) -> Iterator[Usag
             continue
         assert entry["arch"].rstrip("a") == arch, f"compiled for sm_{entry['arch']}, not {arch}"
         kernel = entry["name"].removesuffix("_kernel").removesuffix("_mosaic_gpu")
-        yield Usage(
-            kernel=kernel,
-            registers=int(registers[1]),
-            spills=int(spills[1]),
-            shared_memory=int(shared.get(kernel, 0)),
-        )
+        sizes = dict(spills=int(spills[1]), shared_memory=int(shared.get(kernel, 0)))
+        yield Usage(kernel=kernel, registers=int(registers[1]), **sizes)
 
 
 def real_programs() -> list[Program]:

@@ -30,15 +30,8 @@ SIZES |= dict(watermark=0, sliding_window=None)
 def make_request(number: int, prompt: list[int], *, new: int, **values) -> Request:
     """A request of at most `new` tokens; values of its attributes."""
     values = dict(params=SamplingParams(), priority=0) | values
-    return Request(
-        request_id=str(number),
-        number=number,
-        prompt=None,
-        prompt_token_ids=prompt,
-        seed=0,
-        max_len=len(prompt) + new,
-        **values,
-    )
+    values |= dict(prompt=None, prompt_token_ids=prompt, seed=0, max_len=len(prompt) + new)
+    return Request(request_id=str(number), number=number, **values)
 
 
 def make_sequence(
@@ -108,12 +101,8 @@ class Host:
             pages, watermark=watermark, drafting=drafting, max_tokens_of_call=max_tokens_of_call
         )
         self.rng = random.Random(0)
-        self.table = AllocatorOracle(
-            num_pages=self.sizes["num_pages"],
-            page_size=PAGE_SIZE,
-            max_seqs=self.sizes["max_num_seqs"],
-            pages_per_seq=64,
-        )
+        sizes = dict(num_pages=self.sizes["num_pages"], max_seqs=self.sizes["max_num_seqs"])
+        self.table = AllocatorOracle(page_size=PAGE_SIZE, pages_per_seq=64, **sizes)
         self.num_steps = num_steps if callable(num_steps) else lambda: num_steps
         self.ends_early = ends_early
         self.calls: deque[_Call] = deque()
@@ -137,11 +126,9 @@ class Host:
     def schedule(self) -> SchedulerOutput | None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         steps, before = [call.scheduled.num_steps for call in self.calls], {*running}
-        scheduled = self.scheduler.schedule(
-            in_flight=bool(steps),
-            may_end_early=max(steps, default=1) > 1,
-            num_steps=self.num_steps(),
-        )
+        early = max(steps, default=1) > 1
+        how = dict(in_flight=bool(steps), may_end_early=early, num_steps=self.num_steps())
+        scheduled = self.scheduler.schedule(**how)
         if waiting:  # none has passed it, but for samples of a prompt that is computed
             started = [one for one in running if one not in before and not one.output.index]
             assert all(one.order < waiting[0].order for one in started)
@@ -226,7 +213,7 @@ class Host:
         rows = {one: limit for one, limit in limits.items() if one.slot not in self.finished}
         lens = {one: len(self.table.tokens[one.running_slot]) for one in rows}
         needed = (
-            -(-(lens[one] + x) // PAGE_SIZE) - -(-lens[one] // PAGE_SIZE) for one, x in rows.items()
+            -(-(lens[i] + x) // PAGE_SIZE) - -(-lens[i] // PAGE_SIZE) for i, x in rows.items()
         )
         assert sum(needed) <= self.table.num_free, "the schedule needs more pages than are free"
         return {one: self.rng.randint(1, limit) for one, limit in limits.items()}

@@ -75,11 +75,8 @@ class Storm(Host):
 
     def schedule(self) -> SchedulerOutput | None:
         """Begin requests as `Replica` does, and schedule a call."""
-        queue, waiting, most = (
-            self.outputs.queue,
-            self.scheduler.waiting,
-            self.sizes["max_num_seqs"],
-        )
+        queue, waiting = self.outputs.queue, self.scheduler.waiting
+        most = self.sizes["max_num_seqs"]
         while queue and (len(waiting) < most or queue[0].order < waiting[most - 1].order):
             self.outputs.begin()
             self._reschedule()

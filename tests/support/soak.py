@@ -28,10 +28,8 @@ from tests.support.engine_calls import (
 TRACKED = 32  # most requests at a time, waiting and running
 _STEM = np.random.default_rng(0).integers(1, 40, 20).tolist()
 # Shared prefixes of 0 to 5 pages, and lengths on both sides of page borders.
-PROMPTS = [
-    [*_STEM[:shared], *range(30, 30 + own)]
-    for shared, own in [(0, 1), (0, 5), (4, 4), (8, 0), (8, 5), (12, 3), (20, 0)]
-]
+_LENGTHS = [(0, 1), (0, 5), (4, 4), (8, 0), (8, 5), (12, 3), (20, 0)]
+PROMPTS = [[*_STEM[:shared], *range(30, 30 + own)] for shared, own in _LENGTHS]
 # None has a top_k or top_p, for which steps compile longer: what a row draws is its own matter.
 PARAMS = [
     greedy(max_tokens=1),

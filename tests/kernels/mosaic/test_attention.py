@@ -137,11 +137,8 @@ def test_many_calls_in_one_program(name, scan):
     """As in a model, where XLA puts the calls in CUDA graphs."""
     function, case, config = CALLS[name]
     q, *cache = jax.device_put(case.make())
-    attend = partial(
-        raw.paged_attention if function is decode else raw.ragged_paged_attention,
-        config=config,
-        **on_hopper,
-    )
+    attend = raw.paged_attention if function is decode else raw.ragged_paged_attention
+    attend = partial(attend, config=config, **on_hopper)
 
     @jax.jit
     def layers(q, *cache):

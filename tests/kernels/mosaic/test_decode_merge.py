@@ -50,9 +50,7 @@ ROWS = [4, 4, 9]  # where the units of three rows end; one row has none
         *slow([(8, 32, 4, 3, ROWS), (6, 32, 4, 3, ROWS)]),
     ],
 )
-def test_the_states_of_each_row_are_merged(
-    monkeypatch, group, head_dim, block_h, num_programs, ends
-):
+def test_states_of_each_row_are_merged(monkeypatch, group, head_dim, block_h, num_programs, ends):
     if block_h is not None:
         monkeypatch.setattr(decode_merge, "block_sizes", lambda *_, **__: (2, block_h))
     rng = np.random.default_rng(group)
@@ -69,15 +67,8 @@ def test_the_states_of_each_row_are_merged(
     lses[:, :, group:] = np.nan
     outs[np.isnan(lses)] = np.nan
     outs[..., head_dim:] = np.nan
-    given = DecodeStates(
-        out=outs,
-        lse=lses,
-        unit_ends=ends,
-        sinks=sinks,
-        plan=plan,
-        num_q_heads=num_q_heads,
-        head_dim=head_dim,
-    )
+    sizes = dict(plan=plan, num_q_heads=num_q_heads, head_dim=head_dim)
+    given = DecodeStates(out=outs, lse=lses, unit_ends=ends, sinks=sinks, **sizes)
     call = functools.partial(merge_decode, dtype=jnp.float32, interpret=True)
     out, lse = jax.jit(call)(given)
     # By query head.

@@ -42,17 +42,12 @@ pytestmark = [
 # Several programs; some share a row; both stages of a ring are used again.
 DECODE = mosaic_case(seq_lens=(150, 0, 70), pages_per_seq=16, num_kv_heads=1)
 RAGGED = dataclasses.replace(DECODE, q_lens=(20, 0, 3))
-PREFIXES = SharedPrefixes(
-    case=DECODE, seq_lens=(150, 140, 70), prefix_lens=(64,), cu_group_sizes=(0, 3)
-)
+PREFIXES = SharedPrefixes(DECODE, seq_lens=(150, 140, 70), prefix_lens=(64,), cu_group_sizes=(0, 3))
 INT8, FP8 = (Quantized(case=RAGGED, kv_dtype=x) for x in ("int8", "float8_e4m3fn"))
 CONFIG = pp.MosaicSm90RaggedConfig(block_k=64, num_programs=3, num_stages=2, num_consumers=2)
 SPLIT_CONFIG = dataclasses.replace(CONFIG, fixed_split_size=128)
-SOME = dict(
-    sliding_window=11,
-    alibi_slopes=np.float32([0.5, 0.25, 0.125, 0.0]),
-    sinks=np.float32([1.0, -3.0, 0.0, 8.0]),
-)
+SOME = dict(sliding_window=11, sinks=np.float32([1.0, -3.0, 0.0, 8.0]))
+SOME |= dict(alibi_slopes=np.float32([0.5, 0.25, 0.125, 0.0]))
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +88,7 @@ def experts(num_tokens):
 
 
 FOUND = "RACE DETECTED"
-CALLS = {
-    "ragged with options": partial(ragged, RAGGED, **SOME),
-    "ragged of int8": partial(ragged, INT8),
-}
+CALLS = {"with options": partial(ragged, RAGGED, **SOME), "of int8": partial(ragged, INT8)}
 MORE = {  # what the others run too
     "ragged": partial(ragged, RAGGED),
     "ragged with splits": partial(ragged, RAGGED, config=SPLIT_CONFIG),

@@ -95,9 +95,7 @@ def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_
 @pytest.mark.parametrize(
     ("change", "block_k"),
     [
-        ({}, 64),
-        (dict(max_kv_len=8192), 128),
-        (dict(num_seqs=2, head_dim=32), 128),
+        *[({}, 64), (dict(max_kv_len=8192), 128), (dict(num_seqs=2, head_dim=32), 128)],
         (dict(head_dim=256), 32),
     ],
     ids=str,
@@ -131,15 +129,12 @@ def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs):
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "block_q"),
     [
-        ("9.0", jnp.bfloat16, 256, 128),
-        ("8.6", jnp.bfloat16, 256, 64),
+        *[("9.0", jnp.bfloat16, 256, 128), ("8.6", jnp.bfloat16, 256, 64)],
         ("8.9", jnp.bfloat16, 256, 64),
         ("12.0", jnp.bfloat16, 128, 128),
     ],
 )
-def test_tiles_of_queries_fit_into_the_shared_memory_of_the_device(
-    capability, dtype, head_dim, block_q
-):
+def test_tiles_of_queries_fit_into_the_shared_memory(capability, dtype, head_dim, block_q):
     device = dataclasses.replace(A100, compute_capability=capability)
     types = dict(dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(dtype))
     call = dataclasses.replace(PREFILL, device=device, head_dim=head_dim, **types)

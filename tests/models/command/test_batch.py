@@ -82,11 +82,8 @@ def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, copy)
         "{{ tools | length if tools else '' }}{{ mark }}"
     )
     say = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    objects = [
-        say,
-        say | {"tools": [{}, {}], "chat_template_kwargs": {"mark": "!"}},
-        {"prompt": list(b"hi"), "max_tokens": 2},
-    ]
+    objects = [say, say | {"tools": [{}, {}], "chat_template_kwargs": {"mark": "!"}}]
+    objects.append({"prompt": list(b"hi"), "max_tokens": 2})
     refused = [
         (say | {"prompt": "x"}, "prompt and messages exclude each other"),
         ({"prompt": "x", "tools": []}, "tools needs messages"),
@@ -169,9 +166,7 @@ def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context(serv
     assert priorities == (0, 0, 3, 0)
 
 
-def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
-    serve, copy, submitted
-):
+def test_options_and_keys_override_the_sampling_defaults_of_the_checkpoint(serve, copy, submitted):
     defaults = {"temperature": 0.3, "top_k": 9, "top_p": 0.5, "repetition_penalty": 1.5}
     stops = {"stop_strings": ["\n\n"]}  # of chats
     (copy / "generation_config.json").write_text(json.dumps(defaults | stops))
@@ -206,10 +201,7 @@ def test_refused_prompts_get_an_error_and_the_others_run(serve, checkpoint):
         ({"prompt": [256]}, "token id of the prompt=256 must be an integer in 0..255"),
         ({"prompt": {"x": 1}}, "prompt={'x': 1} must be a text or a list of token ids"),
         ({"n": 1}, "prompt=None must be a text"),
-        (
-            {"messages": [{"role": "user", "content": "x"}]},
-            "there is no chat template: give a prompt",
-        ),
+        ({"messages": [{"role": "user", "content": "x"}]}, "there is no chat template"),
         ([1, 2], "[1, 2] must be a JSON object"),
         ('{"prompt": ', "not JSON: Expecting value"),
         ("[" * 100_000, "not JSON: "),

@@ -77,7 +77,7 @@ def test_reset_begins_again_and_quit_ends(chat, prompts):
     assert "a new conversation\n" in err and "unknown command /unknown; /reset begins" in err
 
 
-def test_template_and_engine_get_the_options_and_the_defaults_of_the_checkpoint(
+def test_template_and_engine_get_options_and_defaults_of_the_checkpoint(
     chat, prompts, copy, tmp_path
 ):
     (copy / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')

@@ -91,10 +91,7 @@ def test_closed_pipe_ends_the_command_without_an_error_message(run, monkeypatch,
         ("--prompt x --num-pages 0", "num_pages=0 must be an integer in 1.."),
         ("--prompt x --max-num-seqs 9 --max-num-batched-tokens 9", "max_num_batched_tokens=9"),
         ("--prompt x --kv-cache-dtype int4", "argument --kv-cache-dtype: invalid"),
-        (
-            "--prompt x --speculative-config [1]",
-            "--speculative-config: '[1]' must be a JSON object",
-        ),
+        ("--prompt x --speculative-config [1]", "--speculative-config: '[1]' must be a JSON"),
         ('--prompt x --speculative-config {"methods":1}', "no 'methods'; did you mean 'method'?"),
         *(
             (
@@ -157,7 +154,7 @@ def test_full_disk_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == f"importing JAX ...\n{message}"
 
 
-def test_interrupts_and_a_lack_of_memory_have_a_status_and_other_errors_are_raised(
+def test_interrupts_and_lack_of_memory_have_a_status_and_other_errors_are_raised(
     monkeypatch, capsys
 ):
     def serve(*_):
@@ -183,9 +180,7 @@ def test_interrupts_and_a_lack_of_memory_have_a_status_and_other_errors_are_rais
         ("off", "elsewhere", {"jax_enable_compilation_cache": False}),
     ],
 )
-def test_compiled_programs_are_kept_in_the_folder_of_the_user(
-    monkeypatch, tmp_path, option, set_before, expected
-):
+def test_programs_are_kept_in_the_users_folder(monkeypatch, tmp_path, option, set_before, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     updates = {}

@@ -160,8 +160,7 @@ def test_harmless_extras_are_ignored(saved, folder):
 @pytest.mark.parametrize(
     ("tool", "dtype", "shape"),
     [
-        ("compressed-tensors", np.float32, (1,)),
-        ("ModelOpt", ml_dtypes.bfloat16, ()),
+        *[("compressed-tensors", np.float32, (1,)), ("ModelOpt", ml_dtypes.bfloat16, ())],
         ("Quark", np.float16, ()),
     ],
 )
@@ -243,9 +242,7 @@ def test_wrong_files_are_refused_by_name(tmp_path, name, text, message):
         load_checkpoint(tmp_path)
 
 
-def test_folder_that_does_not_exist_is_refused_and_none_is_made_for_a_model_to_refuse(
-    saved, tmp_path
-):
+def test_a_missing_folder_is_refused_and_none_is_made_for_a_model_to_refuse(saved, tmp_path):
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint folder"):
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="cannot be saved as LlamaForCausalLM"):

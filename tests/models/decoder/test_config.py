@@ -13,7 +13,7 @@ from tests.support.dense_oracle import CONFIG
 SIZES = dict(vocab_size=12, hidden_size=8, intermediate_size=10, num_hidden_layers=1)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=2)
 LLAMA, MISTRAL, QWEN2 = (
-    {"architectures": [f"{name}ForCausalLM"]} for name in ("Llama", "Mistral", "Qwen2")
+    {"architectures": [f"{x}ForCausalLM"]} for x in ("Llama", "Mistral", "Qwen2")
 )
 LLAMA |= SIZES | HEADS
 QWEN2 |= dict(use_sliding_window=True, sliding_window=32, max_window_layers=1)

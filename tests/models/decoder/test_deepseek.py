@@ -109,10 +109,7 @@ def test_published_configs_are_read():
 def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
     names = ("architectures", "vocab_size", "hidden_size", "intermediate_size")
     names += ("num_hidden_layers", "num_attention_heads", "num_experts_per_tok")
-    v2, v3 = (
-        ModelConfig.from_hugging_face({name: config[name] for name in names})
-        for config in (LITE, LARGE)
-    )
+    v2, v3 = (ModelConfig.from_hugging_face({k: x[k] for k in names}) for x in (LITE, LARGE))
     assert (v2.latent.q_lora_rank, v2.latent.kv_lora_rank, v2.latent.v_head_dim) == (1536, 512, 128)
     assert (v2.experts.n_routed_experts, v2.experts.moe_intermediate_size) == (64, 1407)
     assert (v3.experts.n_group, v3.experts.topk_group) == (8, 4)

@@ -25,6 +25,8 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
 SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR = dict(rope_type="linear", factor=2.0)
+NO_WINDOWS = dict(layer_types=None, sliding_window=None)
 
 
 def read(architecture, **keys):
@@ -150,10 +152,7 @@ def test_gemma_4_has_other_heads_where_layers_see_all_tokens():
         (dict(enable_moe_block=True), "enable_moe_block=True"),
         (dict(use_bidirectional_attention="all"), "use_bidirectional_attention='all'"),
         (dict(per_layer_config={"1": dict(head_dim=32)}), "per_layer_config of layer 1"),
-        (
-            dict(layer_types=None, sliding_window=None, per_layer_config={"2": dict(head_dim=32)}),
-            "of layer 2",
-        ),
+        (NO_WINDOWS | dict(per_layer_config={"2": dict(head_dim=32)}), "of layer 2"),
     ],
 )
 def test_what_other_sizes_of_gemma_4_have_is_refused_by_its_name(change, message):
@@ -211,11 +210,7 @@ MXFP4 = dict(quantization_config=dict(quant_method="mxfp4"))
         ("Gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supp"),
         ("Gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is"),
         ("Gemma3", dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be an integer"),
-        (
-            "Gemma3",
-            dict(rope_parameters={SLIDING: dict(rope_type="linear", factor=2.0)}),
-            "rope_type='linear' of sliding_attention is not supported",
-        ),
+        ("Gemma3", dict(rope_parameters={SLIDING: LINEAR}), "rope_type='linear' of sliding_att"),
         ("GptOss", dict(layer_types=["chunked_attention"] * 4), "layer_type='chunked_attention'"),
         ("GptOss", dict(sliding_window="x"), "sliding_window='x' must be an integer"),
         ("GptOss", dict(swiglu_limit=0), "swiglu_limit=0 must be a positive"),
@@ -240,8 +235,8 @@ def test_branches_must_be_normed_before_or_after():
 def test_pages_are_freed_of_layers_with_a_window_only():
     """Where some layers see all tokens, they are a group of their own, whose pages are kept."""
     specs = {
-        name: engine_model(load_checkpoint(GOLDENS / name)[0])[0].kv_cache_spec
-        for name in ("gpt_oss", "mixtral")
+        x: engine_model(load_checkpoint(GOLDENS / x)[0])[0].kv_cache_spec
+        for x in ("gpt_oss", "mixtral")
     }
     assert specs["gpt_oss"].sliding_windows == (9, None)
     assert specs["gpt_oss"].sliding_window is None
@@ -285,6 +280,7 @@ def test_mxfp4_is_decoded_as_ml_dtypes_decodes_its_halves():
 
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+BLOCKS = f"{GATE_UP}_blocks"
 W2 = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 Q_NORM = "model.layers.0.self_attn.q_norm.weight"
@@ -303,22 +299,14 @@ ATTN = "model.layers.1.self_attn"
         ("gpt_oss", {f"{GATE_UP}_bias": None}, rf"missing tensor {GATE_UP}_bias, .* \(4, 64\)"),
         ("gpt_oss", {GATE_UP: np.zeros((4, 64, 32))}, rf"{GATE_UP}: expected shape \(4, 32, 64\)"),
         ("gpt_oss_mxfp4", {f"{GATE_UP}_scales": None}, rf"missing tensor {GATE_UP}_scales"),
+        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 64, 1, 8), "u1")}, rf"{BLOCKS}: expected shape"),
         (
             "gpt_oss_mxfp4",
-            {f"{GATE_UP}_blocks": np.zeros((4, 64, 1, 8), np.uint8)},
-            rf"{GATE_UP}_blocks: expected shape \(4, 64, 1, 16\)",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {f"{GATE_UP}_blocks": np.zeros((4, 64, 1, 16), np.float32)},
-            rf"{GATE_UP}_blocks: expected one of \('U8',\), found='F32'",
+            {BLOCKS: np.zeros((4, 64, 1, 16), "f4")},
+            rf"{BLOCKS}: .*'U8'.* found='F32'",
         ),
         ("deepseek_v3", {GATE: None}, rf"missing tensor {GATE}, expected shape \(8, 32\)"),
-        (
-            "deepseek_v3",
-            {GATE: np.zeros((32, 8))},
-            rf"{GATE}: expected shape \(8, 32\), found=\(32, 8\)",
-        ),
+        ("deepseek_v3", {GATE: np.zeros((32, 8))}, rf"{GATE}: expected shape \(8, 32\), found="),
         ("deepseek_v3", {GATE.replace("3", "16"): np.zeros(1)}, "unexpected .*experts.16.gate"),
         ("deepseek_v3", {BIAS: None}, f"missing tensor {BIAS}"),
         ("deepseek_v3", {f"{ATTN}.kv_b_proj.weight": np.zeros(1)}, r"kv_b_proj.* \(88, 16\)"),

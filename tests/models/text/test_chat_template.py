@@ -213,9 +213,7 @@ def test_arguments_of_calls_become_objects(text):
         ("{{ messages[1].content is defined }} {{ messages[1].content is none }}", "False False"),
     ],
 )
-def test_content_of_null_beside_tool_calls_is_undefined_as_in_transformers_5_24(
-    tmp_path, template, expected
-):
+def test_null_content_beside_tool_calls_is_undefined(tmp_path, template, expected):
     assert write(tmp_path, template).render([USER, calls({"name": "f"})]) == expected
 
 

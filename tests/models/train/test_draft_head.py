@@ -92,16 +92,12 @@ def test_tokens_with_a_loaded_head_are_those_without(decoder, folder):
     head = load_draft_head(folder, decoder)
     assert head.embed_tokens.weight[...] is decoder.embed_tokens.weight[...]
     prompts = [[1, 2, 3], [*range(4, 13)], [18]]
-    params = [
-        SamplingParams(max_tokens=14, temperature=temperature, seed=index)
-        for index, temperature in enumerate((0.0, 0.8, 1.0))
-    ]
+    temperatures = enumerate((0.0, 0.8, 1.0))
+    params = [SamplingParams(max_tokens=14, temperature=t, seed=seed) for seed, t in temperatures]
     sizes = dict(num_pages=24, page_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     drafts = dict(method="eagle", model=head, num_speculative_tokens=2)
-    each = [
-        generate(decoder, prompts, params, max_model_len=48, **sizes, **more)
-        for more in ({}, dict(speculative_config=drafts))
-    ]
+    sizes["max_model_len"], more = 48, dict(speculative_config=drafts)
+    each = [generate(decoder, prompts, params, **sizes, **x) for x in ({}, more)]
     wanted, found = ([x.outputs[0].token_ids for x in outputs] for outputs in each)
     assert found == wanted
 

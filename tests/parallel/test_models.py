@@ -224,7 +224,7 @@ def test_devices_that_do_not_fit_are_an_error_in_one_line(command, args, message
     mesh(3)
     status, out, err = command(*args)
     assert (status, out) == (2, "")
-    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
 def test_generate_repeats_kv_heads_for_the_devices():

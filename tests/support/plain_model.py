@@ -44,8 +44,10 @@ class PlainModel:
         shapes |= dict(up=(size, 4 * size), down=(4 * size, size))
         shapes = {name: (self.num_layers, *shape) for name, shape in shapes.items()}
         shapes |= dict(embed=(self.vocab_size, size), head=(size, self.vocab_size))
-        drawn = {k: 2 * rng.standard_normal(x) / x[-2] ** 0.5 for k, x in shapes.items()}
-        return {name: x.astype(jnp.dtype(self.dtype)) for name, x in drawn.items()}
+        return {
+            name: (2 * rng.standard_normal(shape) / shape[-2] ** 0.5).astype(jnp.dtype(self.dtype))
+            for name, shape in shapes.items()
+        }
 
     def param_specs(self, params):
         """Return the shardings of the weights, for `EngineConfig(tensor_parallel_size=N)`."""

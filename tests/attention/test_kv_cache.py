@@ -20,6 +20,8 @@ SIZES = dict(
     head_dim=D, dtype="float32",
 )  # fmt: skip
 create = partial(pp.PagedKVCache.create, **SIZES)
+extend, fork = jax.jit(pp.PagedKVCache.extend), jax.jit(pp.PagedKVCache.fork)
+write = jax.jit(pp.PagedKVCache.write, static_argnums=1)
 
 
 class Texts:
@@ -56,7 +58,7 @@ def step(cache, q, k, v, cu_q_lens=None):
 
 def feed(cache, texts, q_lens):
     """Give sequences new tokens, and check attention in every layer."""
-    cache, ok = jax.jit(pp.PagedKVCache.extend)(cache, np.int32(q_lens))
+    cache, ok = extend(cache, np.int32(q_lens))
     assert ok.all()
     ragged = q_lens != (1,) * B
     q, k, v = texts.grow(q_lens)
@@ -70,7 +72,7 @@ def feed(cache, texts, q_lens):
 def test_prompts_tokens_forks_and_truncations_equal_numpy(kv_layout):
     cache, texts = create(kv_layout=kv_layout), Texts()
     cache = feed(cache, texts, (6, 0, 3))
-    cache, ok = jax.jit(pp.PagedKVCache.fork)(cache, np.int32([0]), np.int32([1]))
+    cache, ok = fork(cache, np.int32([0]), np.int32([1]))
     assert ok.all()
     texts.kv[1] = texts.kv[0]
     for q_lens in ((1, 1, 1), (1, 1, 1), (3, 5, 1)):
@@ -101,7 +103,7 @@ def test_a_cache_of_latents_equals_numpy():
         return cache, outs
 
     for q_lens in ((6, 0, 3), (1, 1, 1)):
-        cache, ok = jax.jit(pp.PagedKVCache.extend)(cache, np.int32(q_lens))
+        cache, ok = extend(cache, np.int32(q_lens))
         assert ok.all()
         new = [rng.standard_normal((LAYERS, n, D + 4)) for n in q_lens]
         kv = [np.concatenate(x, axis=1) for x in zip(kv, new, strict=True)]
@@ -116,7 +118,7 @@ def test_a_cache_of_latents_equals_numpy():
             expected, _ = attend(q, pages, pages[..., :D], *at, sm_scale=0.3)
             assert relative_error(out, expected) <= 1e-5
         if 0 in q_lens:
-            cache, ok = cache.fork([0], [1])
+            cache, ok = jax.jit(lambda cache: cache.fork([0], [1]))(cache)
             assert ok.all()
             kv[1] = kv[0]
     with pytest.raises(ValueError, match="of latents, v_head_dim=16, is read by mla_attention"):
@@ -124,14 +126,14 @@ def test_a_cache_of_latents_equals_numpy():
 
 
 def test_a_sequence_without_new_tokens_keeps_what_it_has():
-    cache, ok = create().extend(np.array([True, False, True]))
+    cache, ok = extend(create(), np.array([True, False, True]))
     assert ok.all()
     ones = np.ones((B, H, D), np.float32)
-    cache = cache.write(0, ones, ones)
-    cache, ok = cache.extend(np.int32([1, 1, 30]))  # more than pages_per_seq
+    cache = write(cache, 0, ones, ones)
+    cache, ok = extend(cache, np.int32([1, 1, 30]))  # more than pages_per_seq
     np.testing.assert_array_equal(ok, [True, True, False])
     np.testing.assert_array_equal(cache.num_new_tokens, [1, 1, 0])
-    written = cache.write(0, 7 * ones, 7 * ones).pool.layers[0].k_pages
+    written = write(cache, 0, 7 * ones, 7 * ones).pool.layers[0].k_pages
     where = cache.table.block_tables[:, 0]
     np.testing.assert_array_equal(np.asarray(written)[where, :2, 0, 0], [[1, 7], [7, 0], [1, 0]])
     # After another verb there is nothing to write.
@@ -139,11 +141,11 @@ def test_a_sequence_without_new_tokens_keeps_what_it_has():
 
 
 def test_more_tokens_than_the_last_extend_added_write_over_no_older_one():
-    cache, _ = create().extend(np.int32([2, 0, 0]))
+    cache, _ = extend(create(), np.int32([2, 0, 0]))
     ones = np.ones((2, H, D), np.float32)
-    cache = cache.write(0, ones, ones, np.int32([0, 2, 2, 2]))
-    cache, _ = cache.extend(np.int32([1, 0, 0]))
-    written = cache.write(0, 7 * ones, 7 * ones, np.int32([0, 2, 2, 2])).pool.layers[0].k_pages
+    cache = write(cache, 0, ones, ones, np.int32([0, 2, 2, 2]))
+    cache, _ = extend(cache, np.int32([1, 0, 0]))
+    written = write(cache, 0, 7 * ones, 7 * ones, np.int32([0, 2, 2, 2])).pool.layers[0].k_pages
     page = cache.table.block_tables[0, 0]
     np.testing.assert_array_equal(np.asarray(written)[page, :, 0, 0], [1, 1, 7, 0])
 

@@ -11,7 +11,7 @@ from tests.support import raw
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda, mesh
 from tests.support.marks import needs_triton
-from tests.support.page_tables import jitted
+from tests.support.page_tables import jitted, write_kv
 
 RANK, ROPE, PAGES, PAGE_SIZE, TOKENS = 12, 8, 3, 4, 7
 SLOTS = np.array([5, -1, 0, 11, 12, 3, 6], np.int32)  # two are no slots of the pool
@@ -22,18 +22,12 @@ write = jitted(pp.rotate_and_write_latents, ["eps", "implementation", "interpret
 
 def a_layer(dtype="float32", kv_layout="NHD", k_scales=None):
     """Pages of ones, so that what is not written shows."""
-    pool = pp.create_kv_pool(
-        num_layers=1,
-        num_pages=PAGES,
-        num_kv_heads=1,
-        page_size=PAGE_SIZE,
-        head_dim=RANK + ROPE,
-        v_head_dim=RANK,
-        dtype=dtype,
-        kv_layout=kv_layout,
-        k_scales=k_scales,
-    )
-    return jax.tree.map(jnp.ones_like, pool.layers[0]) if k_scales is None else pool.layers[0]
+    sizes = dict(num_layers=1, num_pages=PAGES, num_kv_heads=1, page_size=PAGE_SIZE)
+    sizes |= dict(head_dim=RANK + ROPE, v_head_dim=RANK, dtype=dtype, kv_layout=kv_layout)
+    if k_scales is not None:
+        return pp.create_kv_pool(**sizes, k_scales=k_scales).layers[0]
+    pool = jax.eval_shape(lambda: pp.create_kv_pool(**sizes))
+    return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), pool.layers[0])
 
 
 def new_tokens(dtype=np.float32):
@@ -101,7 +95,7 @@ def test_without_norm_and_rotation_it_is_write_kv(dtype, implementation):
     # Tokens that are not finite, that are zero, and that a scale can't hold.
     latents[0, 3], latents[2, 13], latents[3], latents[5] = np.nan, np.inf, 0, 1e-40
     layer = write(a_layer(dtype), latents, SLOTS, **raw.by(implementation))
-    wanted = pp.write_kv(a_layer(dtype), latents[:, None], None, SLOTS)
+    wanted = write_kv(a_layer(dtype), latents[:, None], None, SLOTS)
     for found, expected in zip(*map(jax.tree.leaves, (layer, wanted)), strict=True):
         np.testing.assert_array_equal(np.float32(found), np.float32(expected))
 

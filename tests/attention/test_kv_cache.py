@@ -168,7 +168,7 @@ def test_it_is_a_carry_of_loops():
 
 def test_weakly_typed_counts_leave_the_types_of_the_cache_alone():
     cache = create()
-    extended, _ = cache.extend(jnp.full(B, 2))
+    extended, _ = extend(cache, jnp.full(B, 2))
     assert jax.typeof(extended.num_new_tokens) == jax.typeof(cache.num_new_tokens)
 
 

@@ -4,11 +4,9 @@ import random
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_paged as pp
 from pallas_paged.engine import EngineConfig, KVCacheSpec
 from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch
 from pallas_paged.engine.device.pool import create_pool, page_bytes, pool_bytes
@@ -29,7 +27,7 @@ from tests.support.engine_calls import (
     weights,
 )
 from tests.support.mixed_model import MixedModel
-from tests.support.page_tables import i32
+from tests.support.page_tables import extend, i32
 from tests.support.plain_model import greedy_tokens
 from tests.support.scheduler_host import Host, make_sequence, with_forks
 
@@ -164,10 +162,10 @@ def test_a_row_that_lacks_a_page_in_one_table_grows_in_neither(lacking):
     """Of rows with 4 and 5 tokens, in pages of 4, the first needs one more."""
     executor = engine_of().replicas[0].runner.executor
     state, lens = executor.state, i32(4, 5, 0, 0)
-    tables = {name: pp.extend(getattr(state, name), lens)[0] for name in ("table", "window_table")}
+    tables = {name: extend(getattr(state, name), lens)[0] for name in ("table", "window_table")}
     tables[lacking] = replace(tables[lacking], num_free=i32(0)[0])
     free = [int(table.num_free) for table in tables.values()]
-    slots = replace(state.slots, finished=jnp.zeros(4, bool), max_lens=i32(9, 9, 9, 9))
+    slots = replace(state.slots, finished=np.zeros(4, bool), max_lens=i32(9, 9, 9, 9))
     executor.state = executor.placement.put(replace(state, **tables, slots=slots))
     rows = dict(decode_slots=np.int32([0, 1, 4, 4]), num_steps=np.int32([1, 1, 0, 0]))
     batch = Batch(**rows, chunks=None, mode=GREEDY, max_num_steps=8)

@@ -8,7 +8,8 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from tests.support.plain_model import PlainModel, dense_logits  # noqa: E402
+from tests.support.oracle import Oracle  # noqa: E402
+from tests.support.plain_model import PlainModel  # noqa: E402
 from tests.support.servers import MODEL, expected_text, small_params  # noqa: E402
 
 GREEDY = {"model": "small", "temperature": 0}
@@ -113,9 +114,8 @@ class Headless(PlainModel):
 
 def vectors_of(texts, size=None):
     """What the server says of texts: last hidden states, computed without a cache."""
-    model = Headless(**vars(MODEL))
-    tokens = (np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts)
-    rows = np.array([dense_logits(model, small_params(), one)[-1] for one in tokens])[:, :size]
+    oracle = Oracle(Headless(**vars(MODEL)), small_params())
+    rows = np.array([oracle.logits([*text.encode()])[-1] for text in texts])[:, :size]
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 

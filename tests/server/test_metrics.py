@@ -164,7 +164,9 @@ def test_a_workload_by_value(tmp_path):
     idle += ("kv_cache_usage_perc", "num_preemptions_total")
     assert [values[name] for name in idle] == [0] * 6
     assert values["num_kv_cache_pages"] == 64 == values["num_free_pages"] + 2
-    assert values["num_cached_pages"] == 2 and values["num_compilations_total"] == 2
+    assert values["num_cached_pages"] == 2
+    # Steps with chunks, of 8 rows, and of one, where the other of a request has ended before.
+    assert values["num_compilations_total"] in (2, 3)
     spec = MODEL.kv_cache_spec
     assert values["kv_cache_bytes"] == 64 * 16 * 2 * spec.num_kv_heads * spec.head_dim * 4
     assert values["num_steps_total"] > 10 and values["engine_up"] == 1

@@ -72,10 +72,11 @@ def fused_experts(
     interpret: bool,
 ) -> jax.Array:
     """Return `fused_experts`; `weights` are its `ExpertWeights`."""
+    bias = weights.gate_up_bias
     products = (
         _Product(
             w=weights.gate_up,
-            bias=weights.gate_up_bias,
+            bias=None if bias is None else bias.swapaxes(1, 2),
             how=Epilogue(is_pair=True, swiglu_limit=swiglu_limit, zeros=True),
         ),
         _Product(w=weights.down, bias=weights.down_bias, how=Epilogue(zeros=True)),

@@ -29,13 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.experts.kernels.config import ALIGN, SWIGLU_ALPHA, WG_ROWS, GroupedConfig
-from pallas_paged.experts.kernels.rows import (
-    copy_rows,
-    load_pairs,
-    rows_to_copy,
-    store_rows,
-    wait_for_rows,
-)
+from pallas_paged.experts.kernels.rows import copy_rows, rows_to_copy, store_rows, wait_for_rows
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
@@ -71,7 +65,7 @@ class GroupedInputs:
         x: 16-bit `[M, K]`.
         rows: `i32[R]`, the row of x of each row of a tile, or None for the row itself.
         w: `[G, N, K]`, `[G, K, N]` or `[G, F, 2, K]`.
-        bias: `[G, N]`, `[G, F, 2]` or None.
+        bias: `[G, N]`, `[G, 2, F]` or None.
         fields: `i32[num_tiles, 3 + 2 * num_consumers]`: group, first row of x or of `rows`, first
             row of the result, and bits of the rows that are stored.
         count: `i32[1]`, tiles.
@@ -216,19 +210,25 @@ def _grouped_kernel(
             plgpu.barrier_wait(scratch.full.at[stage])
             plgpu.barrier_arrive(scratch.free.at[stage])
 
+    def biased(values, ref):
+        if ref is None:
+            return values
+        bias = ops.load(ref, ops.WGMMA_COL)
+        return values + ops.bcast(bias.astype(jnp.float32), values, 1)
+
     def finish(product, matrix, column):
-        parts, biases = [product], []
-        if how.is_pair:
-            starts = (0, 0), (0, width)
-            parts = [lax.slice(product, at, (WG_ROWS, at[1] + width)) for at in starts]
-        if inputs.bias is not None:
-            bias = inputs.bias.at[matrix, pl.ds(column, width)]
-            if how.is_pair:
-                biases = load_pairs(bias, ops.WGMMA_COL, interpret=interpret)
-            else:
-                biases = [ops.load(bias, ops.WGMMA_COL).astype(jnp.float32)]
-            parts = [x + ops.bcast(b, x, 1) for x, b in zip(parts, biases, strict=True)]
-        return activate(*parts, how.swiglu_limit) if how.is_pair else parts[0]
+        bias = None if inputs.bias is None else inputs.bias.at[matrix]
+        columns = pl.ds(column, width)
+        if not how.is_pair:
+            return biased(product, None if bias is None else bias.at[columns])
+        gate, up = (
+            biased(
+                lax.slice(product, (0, i * width), (WG_ROWS, (i + 1) * width)),
+                None if bias is None else bias.at[i, columns],
+            )
+            for i in range(2)
+        )
+        return activate(gate, up, how.swiglu_limit)
 
     def multiply_item(i, carry):
         used, (fields, column) = carry
@@ -331,5 +331,5 @@ def _padded(
     x = jnp.pad(inputs.x, ((0, config.num_consumers * WG_ROWS), (0, more_k)))
     bias = inputs.bias
     if bias is not None:
-        bias = jnp.pad(bias, [(0, 0), (0, more)] + [(0, 0)] * (bias.ndim - 2))
+        bias = jnp.pad(bias, [(0, 0)] * (bias.ndim - 1) + [(0, more)])
     return dataclasses.replace(inputs, w=w, x=x, bias=bias), w.shape[column_axis]

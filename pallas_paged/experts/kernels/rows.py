@@ -1,4 +1,4 @@
-"""Rows of tiles between memories: stores of some rows of a product, copies of any, and biases."""
+"""Rows of tiles between memories: stores of some rows of a product, and copies of any rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -110,46 +109,6 @@ def store_rows(
         emit.effect("\n".join([*lines, "}"]), *operands)
 
     store(out, values, row, column, *words)
-
-
-def load_pairs(ref: Any, layout: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return both columns f32`[n]` of a ref `[n, 2]` to device memory, of 16-bit elements.
-
-    A load has a pair, where one of a column would want its elements side by side.
-    """
-    num_rows = ref.shape[0]
-    if interpret:
-        return ref[:, 0].astype(jnp.float32), ref[:, 1].astype(jnp.float32)
-    kind = plgpu.ShapeDtypeStruct((num_rows,), jnp.float32, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=(kind, kind))
-    def load_each(_, ref, rows):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir.dialects import arith, vector
-
-        ir = utils.ir
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
-        columns = [np.empty_like(rows.registers) for _ in range(2)]
-        for place, register in np.ndenumerate(rows.registers):
-            count = ir.VectorType(register.type).shape[0]
-            loaded: list[list[Any]] = [[], []]
-            for i in range(count):
-                bits = utils.inline_ptx(
-                    "{ .reg .b64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.b32 $0, [a]; }",
-                    vector.extract(register, [], [i]),
-                    utils.memref_ptr(ref),
-                    result_types=i32,
-                )
-                both = utils.bitcast(bits, pair)
-                for j in range(2):
-                    loaded[j].append(arith.extf(f32, vector.extract(both, [], [j])))
-            for column, values in zip(columns, loaded, strict=True):
-                column[place] = vector.from_elements(ir.VectorType.get((count,), f32), values)
-        return tuple(ops.of_registers(column, rows.layout) for column in columns)
-
-    first, second = load_each(ref, ops.iota((num_rows,), 0, layout))
-    return first, second
 
 
 def layout_of_rows(num_rows: int) -> Any:

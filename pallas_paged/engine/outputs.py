@@ -189,7 +189,7 @@ class CompletionOutput:
         self.routed_experts = new.routed_experts
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RequestOutput:
     """Completions of one request, complete or, in the outputs of a step, what is new of them.
 

@@ -6,8 +6,8 @@
     residual += hidden down^T
     out = norm(residual) qkv^T
 
-Sizes are padded to whole tiles. Behind the end of a weight a copy writes zeros, without a read, and
-so sums there are zeros.
+Sizes are padded to full tiles. A copy writes zeros behind the end of a weight and reads nothing
+there, so sums there are zeros.
 
 With a router each program chooses the experts of the row by the logits, which are one more product,
 and gate, up and down are those of the experts: `hidden` of one after the other, and a sum of down

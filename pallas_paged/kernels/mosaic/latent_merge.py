@@ -73,11 +73,8 @@ def merge_latent(
     """
     out, lse, partials = outputs.out, outputs.lse, outputs.partials
     num_tiles, _, _, head_dim = partials.out.shape
-    num_q_heads, sinks, shape = (
-        arrays.num_q_heads,
-        arrays.sinks,
-        MergeShape.of(plan_shape, head_dim),
-    )
+    num_q_heads, sinks = arrays.num_q_heads, arrays.sinks
+    shape = MergeShape.of(plan_shape, head_dim)
     group, layout = num_q_heads // num_tiles, heads_layout(shape.rows, shape.columns)
     # Written in place: the rows of other tiles are there already.
     results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)

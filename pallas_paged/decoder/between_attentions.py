@@ -30,10 +30,7 @@ from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import (
-    EXPERTS_UNIT,
-    HIDDEN_UNIT,
     LINEAR_TILE,
-    ROW_UNIT,
     DecoderBlockConfig,
     decoder_block_config,
 )
@@ -46,16 +43,13 @@ RoutedMLP = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderBatchConfig
 
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
-# what was measured, Llamas of 1B, 3B and 8B and Qwen3 of 0.6B, 1.7B and 4B on an H200:
-# bench/notes/decoder.md.
+# what was measured on an H200: Llamas of 1B, 3B and 8B, Qwen3 of 0.6B, 1.7B and 4B, and, of those
+# with experts, Qwen3-30B-A3B and gpt-oss-20b. bench/notes/decoder.md has the times.
 _FASTER = (
     (range(2048, 4097), range(1, 2)),
     (range(1024, 4097), range(2, 129)),
     (range(1024, 1025), range(129, 257)),
 )
-# Whether the kernel of one row is chosen with biases or padded sizes, as gpt-oss has. With these
-# it has not run on a GPU.
-_CHOOSE_UNTRIED = False
 
 
 @pytree
@@ -95,7 +89,7 @@ def between_attentions(
 
     On a Hopper GPU it is one persistent kernel that streams all weights, for one row of 2048 to
     4096 elements, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 rows of 1024.
-    With other sizes, up to 256 rows, or biases of one row, it runs if `implementation` names it.
+    With other sizes, and up to 256 rows, it runs if `implementation` names it.
     Otherwise, for gradients and under `vmap`, XLA runs the steps one by one. Results differ by
     rounding: sums are in f32, in another order. The bits of the kernels are the same each time.
 
@@ -241,11 +235,7 @@ def _check_shapes(
 
 
 def _is_faster(num_rows: int, weights: BlockWeights) -> bool:
-    size, hidden_size = weights.down.shape[-2:]
-    num_experts = 0 if weights.router is None else len(weights.router)
-    is_padded = size % ROW_UNIT or hidden_size % HIDDEN_UNIT or num_experts % EXPERTS_UNIT
-    if num_rows == 1 and (is_padded or weights.has_bias) and not _CHOOSE_UNTRIED:
-        return False
+    size = weights.down.shape[-2]
     return any(size in sizes and num_rows in rows for sizes, rows in _FASTER)
 
 

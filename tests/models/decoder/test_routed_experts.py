@@ -346,20 +346,16 @@ def lowered_loop(num_rows: int, model: dict, experts: dict) -> str:
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("num_rows", "model", "experts", "untried", "is_one"),
+    ("num_rows", "model", "experts", "is_one"),
     [
-        (1, QWEN, OF_QWEN, False, True),
-        (2, QWEN, OF_QWEN, False, False),
-        (1, QWEN, OF_QWEN | dict(n_shared_experts=1), False, False),
-        (1, GPT_OSS, OF_GPT_OSS, False, False),
-        (1, GPT_OSS, OF_GPT_OSS, True, True),
+        (1, QWEN, OF_QWEN, True),
+        (2, QWEN, OF_QWEN, False),
+        (1, QWEN, OF_QWEN | dict(n_shared_experts=1), False),
+        (1, GPT_OSS, OF_GPT_OSS, True),
     ],
-    ids=["one row", "two rows", "shared experts", "gpt-oss", "gpt-oss, untried"],
+    ids=["one row", "two rows", "shared experts", "gpt-oss"],
 )
-def test_a_layer_is_one_kernel_beside_attention_for_one_row(
-    num_rows, model, experts, untried, is_one, monkeypatch
-):
-    monkeypatch.setattr("pallas_paged.decoder.between_attentions._CHOOSE_UNTRIED", untried)
+def test_a_layer_is_one_kernel_beside_attention_for_one_row(num_rows, model, experts, is_one):
     text = lowered_loop(num_rows, model, experts)
     # Layers of one structure are lowered once; the last has no product of q, k and v.
     assert text.count("between_attentions_mosaic") == (2 if is_one else 0)

@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add("--draft-shape", choices=SHAPES, help="of --method draft_model, with random weights")
     text = "drafts of --method draft_model that are the text's"
     add("--draft-percent", type=int, default=80, metavar="0..100", help=text)
-    add("--num-speculative-tokens", type=positive, default=4, help="drafts of a row in a step")
+    add("--num-speculative-tokens", type=positive, default=7, help="drafts of a row in a step")
     text = "tokens of a step with prompts"
     add("--max-num-batched-tokens", type=positive, default=2048, help=text)
     add("--runs", type=positive, default=3, help="of each; the table has the median")

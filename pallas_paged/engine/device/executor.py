@@ -39,7 +39,12 @@ from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_count
 from pallas_paged.engine.schedule.windows import WindowPool
 from pallas_paged.kernels.device import Device
 from pallas_paged.pages.pool import KVPool
-from pallas_paged.pages.table import PageTable, create_page_table
+from pallas_paged.pages.table import create_page_table
+
+# One program; apart, each array of a table has one or two.
+_create_table = jax.jit(
+    create_page_table, static_argnames=("num_pages", "page_size", "max_seqs", "pages_per_seq")
+)
 
 
 class EngineDeadError(RuntimeError):
@@ -103,24 +108,20 @@ class Executor:
         self.model, self.config, self.placement = model, config, placement
         self.num_pages, self.windows = num_pages, windows
 
-        def create_table(num_pages: int) -> PageTable:
-            create = partial(
-                create_page_table,
-                num_pages=num_pages,
-                page_size=config.page_size,
-                max_seqs=config.max_num_seqs,
-                pages_per_seq=-(-max_len // config.page_size),
-            )
-            return jax.jit(create)()  # one program; apart, each of its arrays has one or two
-
+        create_table = partial(
+            _create_table,
+            page_size=config.page_size,
+            max_seqs=config.max_num_seqs,
+            pages_per_seq=-(-max_len // config.page_size),
+        )
         last_hidden, speculation = None, config.speculation
         if speculation is not None and (size := speculation.hidden_size) is not None:
             dtype = jnp.dtype(config.draft_model.kv_cache_spec.dtype)
             last_hidden = np.zeros((config.max_num_seqs, size), dtype)
         state = EngineState(
             last_hidden=last_hidden,
-            table=create_table(num_pages),
-            window_table=None if windows is None else create_table(windows.num_pages),
+            table=create_table(num_pages=num_pages),
+            window_table=None if windows is None else create_table(num_pages=windows.num_pages),
             kept_tokens=0 if windows is None else windows.kept_tokens,
             pool=KVPool(layers=()),
             slots=slot_states(config.max_num_seqs, len(model.eos_token_ids)),

@@ -55,6 +55,7 @@ class ModelRunner:
         self.buckets = BatchBuckets(config)
         self.steps = CompiledSteps(self.buckets, self._compilation)
         self._undrawn: Batch | None = None  # of the newest call, if it waits for masks
+        self._masks = empty_masks(0, executor.model.vocab_size)  # of the newest draw
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
@@ -184,7 +185,12 @@ class ModelRunner:
                 if (grammar := one.scheduled.sequence.grammar) is not None:
                     for token_id in one.token_ids:
                         grammar.look_ahead(token_id)
-            output = self.executor.draw(self._with_masks(batch, decodes, []), output)
+            # The draw before has read its masks. New memory would take longer than to fill this.
+            if len(self._masks) < (num_rows := batch.decode_slots.size):
+                self._masks = empty_masks(num_rows, self.executor.model.vocab_size)
+            self._masks.fill(-1)
+            batch = self._with_masks(batch, self._masks[:num_rows], decodes, [])
+            output = self.executor.draw(batch, output)
             _copy_to_host(output)
         return output
 
@@ -232,7 +238,8 @@ class ModelRunner:
         )
         if not mode.masks or draws_apart:
             return batch
-        return self._with_masks(batch, decodes, chunks)
+        masks = empty_masks(batch.decode_slots.size, self.executor.model.vocab_size)
+        return self._with_masks(batch, masks, decodes, chunks)
 
     def _step_after(self, scheduled: SchedulerOutput) -> Step | None:
         """Return the step of the decode steps that follow the last chunks, or None."""
@@ -243,9 +250,14 @@ class ModelRunner:
         shape = self.buckets.fit(len(sequences), 0)
         return shape, fit_mode(reduce(or_, (one.mode for one in sequences)), shape)
 
-    def _with_masks(self, batch: Batch, decodes: list[Decode], chunks: list[Chunk]) -> Batch:
-        """Return a batch with masks; rows without a grammar, or that have ended, allow all."""
-        masks = empty_masks(batch.decode_slots.size, self.executor.model.vocab_size)
+    @staticmethod
+    def _with_masks(
+        batch: Batch, masks: np.ndarray, decodes: list[Decode], chunks: list[Chunk]
+    ) -> Batch:
+        """Return a batch with masks that allow all, but for rows with a grammar, which fill them.
+
+        One that has ended does not.
+        """
         sampling = [x.sequence for x in decodes] + [x.sequence for x in chunks if x.is_last]
         fill_masks(
             [

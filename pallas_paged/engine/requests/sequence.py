@@ -133,15 +133,17 @@ class Sequence:
         What a grammar allows next depends on the token before, which the host must have read; if
         the step goes ahead, by the time that it draws. Forced tokens are computed as a chunk.
         """
+        if not self.decoding or self.num_to_decode <= 0:
+            return False
         most = 1 if ahead and not self.is_forced else 0
-        waits = self.grammar is not None and self.num_pending > most
-        return self.decoding and self.num_to_decode > 0 and not waits
+        return self.grammar is None or self.num_pending <= most
 
     @property
     def has_forced_tokens(self) -> bool:
         """Whether its grammar has added tokens behind the one with which it would decode."""
-        is_read = self.grammar is not None and not self.num_pending
-        return is_read and self.decoding and len(self.token_ids) - self.num_computed > 1
+        if self.grammar is None or self.num_pending or not self.decoding:
+            return False
+        return len(self.token_ids) - self.num_computed > 1
 
     @property
     def takes_drafts(self) -> bool:
@@ -155,10 +157,11 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether only the last token is left to compute, and the host must send it."""
+        if self.decoding or self.fork_source is not None or self.forks:
+            return False
         # The hidden state of a prompt's last token is read of a chunk.
         is_of_chunk = self.request.pooling is not None
-        waits = self.decoding or self.fork_source is not None or bool(self.forks) or is_of_chunk
-        return not waits and len(self.token_ids) - self.num_computed == 1
+        return not is_of_chunk and len(self.token_ids) - self.num_computed == 1
 
     @property
     def num_to_prefill(self) -> int:

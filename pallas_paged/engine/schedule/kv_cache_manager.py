@@ -126,8 +126,8 @@ class KVCacheManager:
 
     def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence needs for more tokens."""
-        start = sequence.num_computed
-        return self.pages_for(start + num_tokens) - self.pages_for(start)
+        start, size = sequence.num_computed, self.page_size
+        return -(-(start + num_tokens) // size) + -start // size
 
     def num_copied_by_fork(self, sequence: Sequence) -> int:
         """Whether the last page of a sequence is partial, so that a fork copies it: 1 or 0."""
@@ -167,13 +167,13 @@ class KVCacheManager:
         counted = self.pages_for(end + later) - self.pages_for(end)
         self.num_free += counted - (self.pages_for(start + later) - self.pages_for(start))
 
-    def store(self, sequence: Sequence, pages: list[int], window_pages: Iterable[int] = ()) -> None:
+    def store(self, sequence: Sequence, pages: list[int], window_pages: list[int]) -> None:
         """Note the pages, one a token, that hold the next tokens of a sequence."""
         first, size = sequence.num_stored, self.page_size
-        sequence.num_stored += len(pages)
-        for held, new in ((sequence.pages, pages), (sequence.window_pages, [*window_pages])):
-            for block in range(len(held), self.pages_for(sequence.num_stored) if new else 0):
-                held.append(new[max(block * size - first, 0)])
+        end = sequence.num_stored = first + len(pages)
+        for held, new in ((sequence.pages, pages), (sequence.window_pages, window_pages)):
+            while new and len(held) * size < end:
+                held.append(new[max(len(held) * size - first, 0)])
 
     @property
     def must_update(self) -> bool:

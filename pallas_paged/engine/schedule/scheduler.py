@@ -108,7 +108,8 @@ class Scheduler:
         budget = self.pages.max_num_batched_tokens - len(decoding)
         chunks: list[Chunk] = []
         for one in self.running:
-            if not one.needs_last_token:  # or it decodes, in the next step if just forked
+            # One that needs its last token decodes, in the next step if just forked.
+            if one.num_to_prefill > 0 and not one.needs_last_token:
                 budget -= self._add_chunk(one, budget, chunks)
         num_running = len(self.running)
         attached = self._schedule_waiting(budget, chunks)
@@ -244,7 +245,7 @@ class Scheduler:
 
     def _num_tokens(self, sequence: Sequence, most: int) -> int:
         """Tokens that a decoding sequence computes in a call."""
-        if not sequence.decoding or sequence.grammar is not None:
+        if most == 1 or not sequence.decoding or sequence.grammar is not None:
             return 1
         return min(most, sequence.num_to_decode)
 

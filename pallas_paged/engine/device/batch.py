@@ -328,32 +328,34 @@ def read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) 
     sequences: list[SequenceOutput] = []
     computed: list[Decode | Chunk] = [*decodes, *chunks]
     for index, (one, start) in enumerate(zip(computed, starts, strict=True)):
-        sequence, params = one.sequence, one.sequence.request.params
+        sequence = one.sequence
         # Sequences that have ended meanwhile have no slot; none has another, because pages are
         # taken from a sequence only while nothing is in flight.
         if sequence.slot is None:
             continue
-        chunk = one if isinstance(one, Chunk) else None
-        row, token_ids = sequence.slot if chunks else index, []
-        if chunk is None or chunk.is_last:
-            token_ids = tokens[row]
-            if token_ids[-1] == NOT_SAMPLED:
-                token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-        end = start + len(token_ids if chunk is None else chunk.token_ids)
-
-        place: Any = slice(start, end) if chunks else (slice(end), row)
-        logprobs = prompt_logprobs = experts = None
-        if token_ids and sequence.mode.logprobs >= 0 and params.num_logprobs is not None:
-            sampled = slice(len(token_ids)), row
-            logprobs = _read_logprobs(output.logprobs, sampled, token_ids, params.num_logprobs)
-        if chunk is not None and (targets := chunk.targets) is not None:
-            wanted, most = slice(start, start + len(targets)), params.prompt_logprobs or 0
-            prompt_logprobs = _read_logprobs(output.prompt_logprobs, wanted, targets, most)
+        row = sequence.slot if chunks else index
+        token_ids = tokens[row]
+        if token_ids[-1] == NOT_SAMPLED:
+            token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
+        num_tokens, prompt_logprobs, pooled = len(token_ids), None, None
+        if isinstance(one, Chunk):
+            num_tokens = len(one.token_ids)
+            if not one.is_last:
+                token_ids = []
+            if (targets := one.targets) is not None:
+                wanted = slice(start, start + len(targets))
+                most = sequence.request.params.prompt_logprobs or 0
+                prompt_logprobs = _read_logprobs(output.prompt_logprobs, wanted, targets, most)
+            if sequence.mode.pooling and output.pooled is not None:
+                pooled = np.array(output.pooled[index - len(decodes)])
+        end = start + num_tokens
+        logprobs = experts = None
+        if token_ids and sequence.mode.logprobs >= 0:
+            sampled, most = (slice(len(token_ids)), row), sequence.request.params.num_logprobs or 0
+            logprobs = _read_logprobs(output.logprobs, sampled, token_ids, most)
         if sequence.mode.routed_experts and output.routed_experts is not None:
+            place: Any = slice(start, end) if chunks else (slice(end), row)
             experts = np.asarray(output.routed_experts[place], np.int16)
-        pooled = None
-        if chunk is not None and sequence.mode.pooling and output.pooled is not None:
-            pooled = output.pooled[index - len(decodes)]
         sequences.append(
             SequenceOutput(
                 scheduled=one,
@@ -363,7 +365,7 @@ def read_output(scheduled: SchedulerOutput, output: StepOutput, page_size: int) 
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 routed_experts=experts,
-                pooled=None if pooled is None else np.array(pooled),
+                pooled=pooled,
             )
         )
     drafts = output.drafts

@@ -66,9 +66,9 @@ def streamed(tokenizer, prompt: Sequence[int], pieces) -> str:
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     texts = [detokenizer.push(piece) for piece in pieces]
     texts.append(detokenizer.finish())
-    assert detokenizer.text == "".join(texts) and detokenizer.finish() == ""
     assert detokenizer.num_tokens == sum(map(len, pieces)) and detokenizer.stop_reason is None
-    return detokenizer.text
+    assert detokenizer.finish() == ""
+    return "".join(texts)
 
 
 def single(token_ids: Sequence[int]) -> list[list[int]]:

@@ -34,7 +34,6 @@ class IncrementalDetokenizer:
     tokenizer pass through.
 
     Attributes:
-        text: all text returned so far.
         num_tokens: tokens taken; those after the one that completed a stop text are not.
         stop_reason: the stop text that was found.
     """
@@ -47,7 +46,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         """Start after the prompt, whose last tokens are context for the decoding."""
-        self.text, self.num_tokens = "", 0
+        self.num_tokens = 0
         self.stop_reason: str | None = None
         self._tokenizer, self._prompt = tokenizer, prompt_token_ids
         self._stop, self._min_tokens = tuple(stop), min_tokens
@@ -55,33 +54,28 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take tokens, up to the one that completes a stop text, and return new certain text."""
-        start = len(self.text)
+        text = ""
         for token_id in token_ids:
             if self.stop_reason is not None:
                 break
             piece = self._decoder.push(token_id)
             self.num_tokens += 1
-            if piece:
-                self._add(piece)
-        return self.text[start:]
+            text += self._certain(piece) if self._stop else piece
+        return text
 
     def finish(self) -> str:
         """Return what was held back."""
-        start = len(self.text)
-        if self.stop_reason is None and self.num_tokens:
-            self._add(self._decoder.finish(), last=True)
-        return self.text[start:]
+        if self.stop_reason is not None or not self.num_tokens:
+            return ""
+        return self._certain(self._decoder.finish(), last=True)
 
     @cached_property
     def _decoder(self) -> _StreamDecoder:
         """Made for the first token: it decodes the end of the prompt, which takes its time."""
         return _StreamDecoder(self._tokenizer, self._prompt)
 
-    def _add(self, piece: str, *, last: bool = False) -> None:
-        """Append decoded text up to the first stop text, or to where one may begin."""
-        if not self._stop:
-            self.text += piece
-            return
+    def _certain(self, piece: str, *, last: bool = False) -> str:
+        """Take decoded text; return what is new up to a stop text, or to where one may begin."""
         text, found = self._held + piece, []
         if self.num_tokens > self._min_tokens:
             for stop in self._stop:  # those that end in the piece
@@ -95,7 +89,7 @@ class IncrementalDetokenizer:
             overlaps = (_overlap(text, stop) for stop in self._stop)
             end = len(text) - (0 if last else max(overlaps, default=0))
             self._held = text[end:]
-        self.text += text[:end]
+        return text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -209,8 +208,8 @@ class GrammarState:
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens as far as `fill_masks` would allow one alone in each place."""
-        tokens = takewhile(lambda x: x < self._vocab_size, self._matcher.compute_ff_tokens())
-        return [*tokens]
+        tokens, end = self._matcher.compute_ff_tokens(), self._vocab_size
+        return tokens[: tokens.index(end)] if end in tokens else tokens
 
     def check(self) -> None:
         """Raise a GrammarError if the grammar became too complex for what was asked so far.

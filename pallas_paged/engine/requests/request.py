@@ -126,8 +126,9 @@ class Request:
     @property
     def embedding(self) -> np.ndarray | None:
         """What the prompt became, `f32[E]`; None without `pooling`, or before its last token."""
-        has_all = self.finished and self.outputs[0].finish_reason == "length"
-        if self.pooling is None or self.pooled is None or not has_all:
+        if self.pooling is None or self.pooled is None or not self.finished:
+            return None
+        if self.outputs[0].finish_reason != "length":
             return None
         mean = self.pooled / (len(self.prompt_token_ids) if self.pooling.pooling == "mean" else 1)
         return normalized(mean) if self.pooling.normalize else mean

@@ -234,8 +234,7 @@ class Sequence:
         Returns:
             The finish reason, if one of them ends the sequence.
         """
-        params = self.request.params
-        if self.grammar is None or params.needs_logprobs or params.return_routed_experts:
+        if self.grammar is None or self.mode.logprobs >= 0 or self.mode.routed_experts:
             self.num_unforced += 1
             return None
         try:
@@ -247,8 +246,10 @@ class Sequence:
         self.is_forced = self.num_pending > 0 and len(forced) > 1
         if self.num_pending:
             return None
-        reasons = (self.append(token_id) for token_id in forced)
-        return next((reason for reason in reasons if reason is not None), None)
+        for token_id in forced:
+            if (reason := self.append(token_id)) is not None:
+                return reason
+        return None
 
     def _end(self, token_id: int) -> FinishReasonName | None:
         """Add the text of the newest token; return the finish reason if it ends the sequence."""

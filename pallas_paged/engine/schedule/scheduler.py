@@ -91,14 +91,15 @@ class Scheduler:
             if one.has_forced_tokens:
                 one.decoding = False  # they are computed as those of a prompt are
         resumed = [one for one in self.running if one.needs_last_token]
-        goes_ahead = self._goes_ahead
+        only_decodes = not (self._may_start or self._has_prefill)
+        goes_ahead = only_decodes and self._goes_ahead
         grammars = [x for x in self.running if x.grammar is not None] if self._draws_apart else []
         if in_flight and not goes_ahead and any(one.num_pending for one in grammars):
             return SchedulerOutput()  # the next call needs their masks: read their tokens first
         decoding = [x for x in self.running if x.can_decode(goes_ahead) or x.needs_last_token]
-        if self._has_prefill or resumed or self.waiting or grammars:
+        if not only_decodes or resumed or self.waiting or grammars:
             num_steps = 1
-        num_drafts = 0 if resumed else self._num_drafts(decoding)
+        num_drafts = self._num_drafts(decoding) if only_decodes and not resumed else 0
         taken = self._take_decode_pages(decoding, num_steps, num_drafts)
         num_steps, num_tokens, num_drafts = taken
         if not num_steps:
@@ -204,14 +205,14 @@ class Scheduler:
         It must only decode. Forced tokens of a row are then seen a step late, so most rows should
         be in the midst of free text.
         """
-        if not self._draws_apart or self._has_prefill or self._may_start:
+        if not self._draws_apart:
             return False
         free = [x for x in self.running if x.grammar is None or x.num_unforced >= _FREE_TOKENS]
         return 2 * len(free) >= len(self.running)
 
     def _num_drafts(self, decoding: list[Sequence]) -> int:
         """Drafts of each sequence in a call that can only decode; 0 where they do not pay."""
-        if self._drafting is None or not decoding or self._has_prefill or self._may_start:
+        if self._drafting is None or not decoding:
             return 0
         if not all(one.takes_drafts for one in decoding):
             return 0

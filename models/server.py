@@ -78,9 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, what in (("tool-call-parser", "calls of tools"), ("reasoning-parser", "reasoning")):
         text = f"how the model writes {what}, or none (auto: by its chat template)"
         add(f"--{name}", metavar="NAME", help=text)
-    text = (
-        "state of a prompt that /v1/embeddings takes, last or mean, as the model was trained (last)"
-    )
+    text = "states that /v1/embeddings takes, last or mean (as 1_Pooling/config.json says, or last)"
     add("--pooling", metavar="NAME", help=text)
     add_template_option(server)
     add(

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from models.command.options import say
 from models.command.setup import add_head, given, load_draft, prepare
 from models.decoder import engine_model, load_checkpoint
+from models.files import read_json
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import (
     AsyncEngine,
@@ -56,6 +58,8 @@ def serve(
     bound = listen(args.host, args.port)  # a port in use is an error before the loading
     limits = given(args, ServerConfig)
     limits.setdefault("served_model_name", args.checkpoint.resolve().name)
+    if "pooling" not in limits:
+        limits["pooling"] = _pooling_of(args.checkpoint)
     hosts = tuple(args.allowed_host or ())
     config = ServerConfig(**limits, api_keys=api_keys, allowed_hosts=hosts)
     prepare(args)
@@ -82,6 +86,23 @@ def serve(
         defaults = service.sampling_defaults if args.warmup == "default" else None
         _warm_up(engine, defaults, waits=args.wait_for_warmup)
     run(service, bound, access_log=args.access_log, on_signal=on_signal)
+
+
+def _pooling_of(folder: Path) -> str:
+    """Return how a model of sentence-transformers makes vectors; "last" for any other.
+
+    Raises:
+        ValueError: the file is not JSON, or it makes them in another way than the engine can.
+    """
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return "last"
+    prefix, known = "pooling_mode_", {"lasttoken": "last", "mean_tokens": "mean"}
+    used = [name for name, is_used in read_json(path).items() if is_used is True]
+    modes = [name.removeprefix(prefix) for name in used if name.startswith(prefix)]
+    if len(modes) != 1 or modes[0] not in known:
+        raise ValueError(f"{path}: {modes} must be one of {[*known]}; --pooling overrules it")
+    return known[modes[0]]
 
 
 def _warm_up(engine: Engine, defaults: dict[str, Any] | None, *, waits: bool) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import json
 import os
 import re
 import resource
@@ -145,9 +146,29 @@ def test_errors_of_the_device_are_one_line_and_bugs_are_not(capsys, monkeypatch,
         run(capsys)
 
 
+@pytest.mark.parametrize(
+    ("used", "pooling"),
+    [(["lasttoken"], "last"), (["mean_tokens"], "mean"), (["cls_token"], None), ([], None)],
+)
+def test_a_folder_says_how_it_makes_vectors(tmp_path, used, pooling):
+    assert serve._pooling_of(tmp_path) == "last"
+    (tmp_path / "1_Pooling").mkdir()
+    modes = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    contents = {f"pooling_mode_{mode}": mode in used for mode in modes}
+    contents |= {"word_embedding_dimension": 64, "include_prompt": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(contents))
+    if pooling is None:
+        with pytest.raises(ValueError, match=r"config\.json: \[.*\] must be one of .*--pooling"):
+            serve._pooling_of(tmp_path)
+    else:
+        assert serve._pooling_of(tmp_path) == pooling
+
+
 def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, signals, capsys):
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0].content }}")
     addresses, served, warmed = [], [], []
@@ -163,7 +184,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]
     options += ["--allowed-host", "x", "--allowed-host", "y", "--allow-priority"]
-    options += ["--pooling", "mean", "--served-model-name", "m", "--chat-template", str(template)]
+    options += ["--pooling", "last", "--served-model-name", "m", "--chat-template", str(template)]
     options += ["--max-model-len", "32", "--warmup"]
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
     for more in ([], [*options, "all", "--wait-for-warmup"], [*options, "none"]):
@@ -187,9 +208,10 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     done.set_result(None)
     assert "compiled all programs in " in capsys.readouterr().err
     plain, own, _ = (args[0] for args, _ in served)
-    assert plain.config == ServerConfig(served_model_name="copy", api_keys=("of the environment",))
+    named = dict(served_model_name="copy", api_keys=("of the environment",))
+    assert plain.config == ServerConfig(**named, pooling="mean")
     keys = dict(api_keys=("a", "b"), allowed_hosts=("x", "y"), allow_priority=True)
-    assert own.config == ServerConfig(served_model_name="m", pooling="mean", **keys, **limits)
+    assert own.config == ServerConfig(served_model_name="m", pooling="last", **keys, **limits)
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
     assert plain.chat_template is None and plain.has_tokenizer
     assert own.chat_template.render([{"role": "user", "content": "x"}]) == "x"

@@ -10,7 +10,6 @@ import gc
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -156,9 +155,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         engine.replicas[0].step_policy = lambda: 1
     if name == "all allowed":
         engine._inputs.grammars.compile = lambda structure: AllAllowed()  # type: ignore
-    fills_nothing = name == "all allowed"
-    nothing = mock.patch.object(runner, "fill_masks", lambda *_: None)  # a Mock keeps all masks
-    with nothing if fills_nothing else nullcontext():
+    fill = (lambda *_: None) if name == "all allowed" else runner.fill_masks
+    with mock.patch.object(runner, "fill_masks", fill):  # a Mock would keep all masks
         engine.warmup(params)
         serve(engine, params)
         gc.collect()

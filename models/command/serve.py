@@ -98,8 +98,11 @@ def _pooling_of(folder: Path) -> str:
     if not path.is_file():
         return "last"
     prefix, known = "pooling_mode_", {"lasttoken": "last", "mean_tokens": "mean"}
-    used = [name for name, is_used in read_json(path).items() if is_used is True]
-    modes = [name.removeprefix(prefix) for name in used if name.startswith(prefix)]
+    modes = [
+        name.removeprefix(prefix)
+        for name, is_used in read_json(path).items()
+        if name.startswith(prefix) and is_used is True
+    ]
     if len(modes) != 1 or modes[0] not in known:
         raise ValueError(f"{path}: {modes} must be one of {[*known]}; --pooling overrules it")
     return known[modes[0]]

@@ -131,8 +131,7 @@ def between_attentions(
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
     check_interpret(interpret, implementation)
-    num_rows = math.prod(residual.x.shape[:-1])
-    if _is_faster(num_rows, weights) if implementation is None else implementation != "xla":
+    if _is_faster(residual.x.shape) if implementation is None else implementation != "xla":
         config, reason = _config(
             attended, residual.x, weights, dropout, routing, interpret=interpret
         )
@@ -234,8 +233,8 @@ def _check_shapes(
         raise ValueError(f"{attended.shape=} must have the rows of the residual {x.shape}")
 
 
-def _is_faster(num_rows: int, weights: BlockWeights) -> bool:
-    size = weights.down.shape[-2]
+def _is_faster(shape: tuple[int, ...]) -> bool:
+    num_rows, size = math.prod(shape[:-1]), shape[-1]
     return any(size in sizes and num_rows in rows for sizes, rows in _FASTER)
 
 

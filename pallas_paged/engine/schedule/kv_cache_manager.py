@@ -126,8 +126,8 @@ class KVCacheManager:
 
     def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence needs for more tokens."""
-        start, size = sequence.num_computed, self.page_size
-        return -(-(start + num_tokens) // size) + -start // size
+        start = sequence.num_computed
+        return self.pages_for(start + num_tokens) - self.pages_for(start)
 
     def num_copied_by_fork(self, sequence: Sequence) -> int:
         """Whether the last page of a sequence is partial, so that a fork copies it: 1 or 0."""

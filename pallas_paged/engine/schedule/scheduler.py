@@ -200,10 +200,10 @@ class Scheduler:
 
     @property
     def _goes_ahead(self) -> bool:
-        """Whether the next call may begin before the tokens are read on which its masks depend.
+        """Whether a call that only decodes may begin before the tokens behind its masks are read.
 
-        It must only decode. Forced tokens of a row are then seen a step late, so most rows should
-        be in the midst of free text.
+        Forced tokens of a row are then seen a step late, so most rows should be in the midst of
+        free text.
         """
         if not self._draws_apart:
             return False

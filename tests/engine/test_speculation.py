@@ -10,6 +10,7 @@ import pytest
 
 from pallas_paged.engine import EngineConfig
 from pallas_paged.engine.config import SpeculativeConfig
+from pallas_paged.engine.device import runner
 from pallas_paged.engine.device.lookup import find_drafts
 from pallas_paged.engine.device.state import History
 from pallas_paged.engine.sampling_params import SamplingMode
@@ -96,6 +97,19 @@ def test_drafts_are_found_in_tokens_that_the_prefix_cache_had():
     stats = engine.stats()
     assert stats.prefix_cache_hits == 20
     assert stats.spec_decode_num_drafts == stats.spec_decode_num_draft_tokens == 1
+
+
+def test_drafts_are_looked_for_in_the_prompts_of_all_that_begin_together(monkeypatch):
+    """Two in a call."""
+    engine = speculating(max_num_batched_tokens=64, num_pages=32)
+    executor = engine.replicas[0].runner.executor
+    length = executor.state.history.token_ids.shape[1]
+    monkeypatch.setattr(runner, "_MAX_HISTORY", 2 * length)
+    submit(engine, PERIODIC, greedy(max_tokens=8))
+    step(engine)
+    rows = np.asarray(executor.state.history.token_ids)
+    for prompt in PERIODIC:
+        assert any((row[: len(prompt)] == prompt).all() for row in rows)
 
 
 def test_requests_that_end_or_begin_again_in_between_have_the_same_tokens():

@@ -24,6 +24,7 @@ from pallas_paged.engine.device.processes import Followers, interrupts_held
 from pallas_paged.engine.device.state import (
     CHANGES,
     EngineState,
+    History,
     SlotStates,
     TableArrays,
     create_history,
@@ -222,9 +223,9 @@ class Executor:
         self._change(set_slots, indices, values)
 
     @_followed
-    def set_history(self, slot: np.int32, token_ids: np.ndarray, group: np.int32) -> None:
-        """Set the tokens in which drafts for a slot are looked for, as `state.set_history`."""
-        self._change(set_history, slot, token_ids, group)
+    def set_history(self, slots: np.ndarray, values: History) -> None:
+        """Set the tokens in which drafts for slots are looked for, as `state.set_history`."""
+        self._change(set_history, slots, values)
 
     @_followed
     def count_tokens(

@@ -18,7 +18,12 @@ from pallas_paged.engine.device.compilation import Compilation
 from pallas_paged.engine.device.compiled_steps import CompiledSteps, Step
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.program import fit_mode
-from pallas_paged.engine.device.state import TableArrays, set_slot, slot_states
+from pallas_paged.engine.device.state import (
+    TableArrays,
+    create_history,
+    set_slot,
+    slot_states,
+)
 from pallas_paged.engine.requests.grammar import empty_masks, fill_masks
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingMode
@@ -35,6 +40,7 @@ from pallas_paged.pages.table import PageTable
 _MAX_PAGES = 1024  # pages that one update retains or releases
 _MAX_ATTACHMENTS = 16  # slots that one update fills
 _MAX_SET = 16  # slots that one call sets
+_MAX_HISTORY = 1 << 18  # tokens that one call sets for drafts: 1 MiB
 _COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
 
 WarmupStep = tuple[Compilation, Callable[[], object]]
@@ -130,10 +136,7 @@ class ModelRunner:
         self.update_table(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])
-        if (history := self.executor.state.history) is not None:
-            outside = np.int32(self.executor.config.max_num_seqs)
-            tokens = np.zeros(history.token_ids.shape[1], np.int32)
-            self.executor.set_history(outside, tokens, np.int32(0))
+        self._set_history([])
 
     def dispatch(self, scheduled: SchedulerOutput) -> StepOutput | None:
         """Start a call; return what `read` waits for, or None if there is nothing to compute."""
@@ -150,10 +153,8 @@ class ModelRunner:
                 num_prompt = len(one.request.prompt_token_ids)
                 prompt, new = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
                 self._count_tokens(one.running_slot, prompt, new)
-            if (history := self.executor.state.history) is not None and one.takes_drafts:
-                tokens = _padded(one.token_ids, history.token_ids.shape[1], -1)
-                group = np.int32(one.request.number % INT32_MAX)
-                self.executor.set_history(np.int32(one.running_slot), tokens, group)
+        if drafting := [one for one in starting if one.takes_drafts]:
+            self._set_history(drafting)
         sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
         mode = reduce(or_, {id(one.mode): one.mode for one in sequences}.values())
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
@@ -276,6 +277,20 @@ class ModelRunner:
             set_slot(values, entry, one, one.token_ids[-1] if one in resumed else -1)
         slots = [one.running_slot for one in starting]
         self.executor.set_slots(_padded(slots, _MAX_SET, self.executor.config.max_num_seqs), values)
+
+    def _set_history(self, starting: list[Sequence]) -> None:
+        """Set the tokens in which drafts for sequences are looked for, if the engine does that."""
+        if (history := self.executor.state.history) is None:
+            return
+        num_slots, length = history.token_ids.shape
+        size = max(1, min(_MAX_SET, _MAX_HISTORY // length))
+        for some in _split(starting, size):
+            values = create_history(size, length)
+            for entry, one in enumerate(some):
+                values.token_ids[entry, : len(one.token_ids)] = one.token_ids
+                values.groups[entry] = one.request.number % INT32_MAX
+            slots = _padded([one.running_slot for one in some], size, num_slots)
+            self.executor.set_history(slots, values)
 
     def _count_tokens(
         self, slot: int, prompt_token_ids: list[int], output_token_ids: list[int]

@@ -190,16 +190,9 @@ def set_slots(state: EngineState, indices: jax.Array, values: SlotStates) -> Eng
     return replace(state, slots=slots)
 
 
-def set_history(
-    state: EngineState, slot: jax.Array, token_ids: jax.Array, group: jax.Array
-) -> EngineState:
-    """Set the tokens of a slot, `i32[L]` padded with -1; nothing happens for one out of range."""
-    old = state.history
-    assert old is not None
-    history = History(
-        token_ids=old.token_ids.at[slot].set(token_ids, mode="drop"),
-        groups=old.groups.at[slot].set(group, mode="drop"),
-    )
+def set_history(state: EngineState, slots: jax.Array, values: History) -> EngineState:
+    """Set the tokens of slots `i32[N]`, padded with S; values have N in place of S."""
+    history = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), state.history, values)
     return replace(state, history=history)
 
 

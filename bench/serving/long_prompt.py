@@ -27,12 +27,12 @@ _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 def prompt_flops(config: ModelConfig, length: int) -> dict[str, float]:
     """Return the floating point operations of a prompt: of weights, and of causal attention.
 
-    Only the last token has logits.
+    Only the last token has logits. Of experts those count that are chosen for a token.
     """
-    heads = config.num_q_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * (
-        (heads + config.num_q_heads) * config.head_dim + 3 * config.intermediate_size
-    )
+    heads, width = config.num_q_heads + 2 * config.num_kv_heads, config.intermediate_size
+    if (experts := config.experts) is not None:
+        width = experts.moe_intermediate_size * experts.num_experts_per_tok
+    layer = config.hidden_size * ((heads + config.num_q_heads) * config.head_dim + 3 * width)
     pairs = length * (length + 1) / 2
     return {
         "weights": 2.0 * length * layer * config.num_layers,

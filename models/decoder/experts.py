@@ -156,7 +156,9 @@ def _ranks(scores: jax.Array) -> jax.Array:
     order, and where a score differs from itself two experts have one rank, and another rank none.
     """
     scores = lax.optimization_barrier(scores)
-    place = jnp.arange(scores.shape[-1])
     own, others = scores[..., :, None], scores[..., None, :]
-    is_behind = (others > own) | ((others == own) & (place < place[:, None]))
+    # Places of all tokens: with those of one, broadcast, XLA compiles 8192 tokens for minutes.
+    shape = jnp.broadcast_shapes(own.shape, others.shape)
+    place, other_place = (lax.broadcasted_iota(jnp.int32, shape, own.ndim - i) for i in (2, 1))
+    is_behind = (others > own) | ((others == own) & (other_place < place))
     return is_behind.sum(axis=-1)

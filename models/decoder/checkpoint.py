@@ -22,7 +22,7 @@ from models.decoder.config_json import read_eos_token_ids
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import config_on
 from models.decoder.stored_tensors import FORMS, parts_of, read_param, tensors_of
-from models.decoder.tensor_file import Tensor, tensors_in
+from models.decoder.tensor_file import Tensor, first_cut, tensors_in
 from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
@@ -67,9 +67,9 @@ def load_checkpoint(
     config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
     form = FORMS[stored.stored_as]
     tensors = {
-        form.replacement + name.removeprefix(form.prefix): tensor
-        for name, tensor in open_tensors(folder).items()
-        if name.startswith(form.prefix)
+        name: tensor
+        for stored_name, tensor in open_tensors(folder).items()
+        if (name := form.name_in_model(stored_name)) is not None
     }
     last = f"model.layers.{config.num_layers - 1}.post_attention_layernorm.weight"
     if last not in tensors:  # refused before the tracing of layers that the folder lacks
@@ -190,27 +190,29 @@ def read_config(folder: Path, architecture: str | None = None) -> ModelConfig:
 def open_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder by name; they are read later."""
     if (folder / _WEIGHTS).is_file():
-        files = [_WEIGHTS]
+        files = {_WEIGHTS: ""}  # and a tensor of each
     elif (folder / _INDEX).is_file():
-        weight_map = read_json(folder / _INDEX).get("weight_map")
-        named = isinstance(weight_map, dict) and list(weight_map.values())
-        if not named or not all(isinstance(file, str) for file in named):
+        weight_map: Any = read_json(folder / _INDEX).get("weight_map")
+        is_map = isinstance(weight_map, dict) and weight_map
+        if not is_map or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{folder / _INDEX}: expected weight_map, from names to files")
-        for file in named:
+        files = {file: name for name, file in sorted(weight_map.items(), reverse=True)}
+        for file in files:
             if Path(file).is_absolute() or ".." in Path(file).parts:
                 raise CheckpointError(f"{folder / _INDEX}: {file=} must be inside the folder")
-        files = sorted(set(named))
     else:
         raise CheckpointError(f"{folder}: neither {_WEIGHTS} nor {_INDEX} found")
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file, name in sorted(files.items()):
         path = folder / file
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing, though {_INDEX} names it")
+            raise CheckpointError(f"{path}: missing, though {_INDEX} names it for tensor {name}")
         try:
             tensors |= tensors_in(path)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            cut = first_cut(path)
+            where = f"; the file ends before tensor {cut} does" if cut else ""
+            raise CheckpointError(f"{path}: {error}{where}") from error
     return tensors
 
 

@@ -38,6 +38,8 @@ _DEFAULTS: dict[str, Any] = dict(
     sliding_window=None,
     layer_types=None,
 )
+# Not those of "text_config", if the file has both: as in transformers 5.
+_OUTSIDE_FIRST = ("tie_word_embeddings", "eos_token_id")
 
 
 def read_fields(config: Keys) -> Fields:
@@ -58,6 +60,9 @@ def read_fields(config: Keys) -> Fields:
             raise ValueError(f"{text_config=} must have the sizes of {architecture=}")
         keys |= {key: value for key, value in text_config.items() if value is not None}
         keys["architectures"] = architectures
+        for key in _OUTSIDE_FIRST:
+            if config.get(key) is not None:
+                keys[key] = config[key]
     _refuse_unsupported(keys, family)
     fields: Fields = {ours: _required(keys, key, LIMITS[ours]) for ours, key in SIZE_KEYS.items()}
     fields |= _read_rope(keys, family)

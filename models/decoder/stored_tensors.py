@@ -33,7 +33,8 @@ class Form:
     """How the files of a family differ from Llama's.
 
     Attributes:
-        prefix: of the names of all tensors; others are not read.
+        prefix: of the names of all tensors but, with a replacement, an output layer's; others are
+            not read.
         replacement: what stands for the prefix in Llama's names.
         names: other names of modules.
         is_fused: whether q, k and v are one tensor, and gate and up.
@@ -50,7 +51,15 @@ class Form:
 
     def name_in_file(self, name: str) -> str:
         """Return the name in a file of the tensor that `tensors_of` calls this."""
+        if not name.startswith(self.replacement):
+            return name
         return self.prefix + name.removeprefix(self.replacement)
+
+    def name_in_model(self, name: str) -> str | None:
+        """Return what `tensors_of` calls the tensor of a file; None: it is not read."""
+        if name.startswith(self.prefix):
+            return self.replacement + name.removeprefix(self.prefix)
+        return name if self.replacement and name.startswith("lm_head.") else None
 
 
 FORMS = {  # by `ModelConfig.stored_as`

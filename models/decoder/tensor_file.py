@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,17 +63,34 @@ def tensors_in(file: Path) -> dict[str, Tensor]:
     """
     with safe_open(file, framework="numpy"):  # it checks the header
         pass
-    with open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    header.pop("__metadata__", None)
+    start, entries = _header(file)
     return {
         name: Tensor(
             file=file,
-            offset=8 + size + entry["data_offsets"][0],
+            offset=start + entry["data_offsets"][0],
             name=name,
             shape=tuple(entry["shape"]),
             dtype=entry["dtype"],
         )
-        for name, entry in header.items()
+        for name, entry in entries.items()
     }
+
+
+def first_cut(file: Path) -> str | None:
+    """Return the first tensor whose bytes are not all in a file; None if its header is damaged."""
+    try:
+        start, entries = _header(file)
+        ends = {name: start + entry["data_offsets"][1] for name, entry in entries.items()}
+        cut = [name for name, end in ends.items() if end > file.stat().st_size]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+    return min(cut, key=ends.__getitem__, default=None)
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the tensors of a file begin, and what it says of each."""
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(size, file.stat().st_size)))
+    header.pop("__metadata__", None)
+    return 8 + size, header

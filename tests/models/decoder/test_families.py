@@ -1,6 +1,7 @@
 """Families of checkpoints: what their configs mean, what is refused, forms of their tensors."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from models.decoder import CheckpointError, ModelConfig, engine_model, load_checkpoint
 from models.decoder.families import ARCHITECTURES
 from models.decoder.stored_experts import from_mxfp4
+from models.decoder.tensor_file import tensors_in
 from tests.support.attention_oracle import relative_error
 from tests.support.checkpoints import edit, weights_without_gradient
 from tests.support.dense_oracle import CONFIG, logits_of
@@ -100,17 +102,24 @@ def test_gemma_3_has_other_rotation_in_layers_with_a_window(older, newer):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"), [("gemma3", "language_model.model."), ("gemma4", "model.language_model.")]
+    ("name", "prefix"),
+    [
+        ("gemma3", "language_model.model."),
+        ("gemma4", "model.language_model."),
+        ("gemma4_untied", "model.language_model."),
+    ],
 )
 def test_texts_of_gemma_with_a_vision_tower_run(tmp_path, name, prefix):
     golden = GOLDENS / name
     contents = json.loads((golden / "config.json").read_text())
-    text_config = contents | dict(architectures=None, eos_token_id=None)
-    architecture = name.capitalize() + "ForConditionalGeneration"
-    outer = dict(architectures=[architecture], eos_token_id=[1, 5])
+    tied = contents["tie_word_embeddings"]
+    # transformers writes both of these twice, and takes the outer ones.
+    text_config = contents | dict(architectures=None, eos_token_id=7, tie_word_embeddings=not tied)
+    architecture = name.removesuffix("_untied").capitalize() + "ForConditionalGeneration"
+    outer = dict(architectures=[architecture], eos_token_id=[1, 5], tie_word_embeddings=tied)
     (tmp_path / "config.json").write_text(json.dumps(outer | dict(text_config=text_config)))
     tensors = load_file(golden / "model.safetensors")
-    tensors = {prefix + key.removeprefix("model."): x for key, x in tensors.items()}
+    tensors = {re.sub(r"^model\.", prefix, key): x for key, x in tensors.items()}
     tensors["vision_tower.head.probe"] = np.zeros(1, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     (model, config), (expected, alone) = load_checkpoint(tmp_path), load_checkpoint(golden)
@@ -316,6 +325,16 @@ ATTN = "model.layers.1.self_attn"
 def test_damaged_and_partial_checkpoints_are_refused_by_tensor(tmp_path, name, changes, message):
     edit(shutil.copytree(GOLDENS / name, tmp_path, dirs_exist_ok=True), changes)
     with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss_mxfp4"])
+def test_a_file_that_was_cut_short_is_refused_by_its_first_tensor_that_is_not_whole(tmp_path, name):
+    path = shutil.copytree(GOLDENS / name, tmp_path, dirs_exist_ok=True) / "model.safetensors"
+    whole = tensors_in(path)
+    tensor = next(x for x in whole.values() if x.name.endswith(("experts.2.w1.weight", "_blocks")))
+    path.write_bytes(path.read_bytes()[: tensor.offset + 1])
+    with pytest.raises(CheckpointError, match=f"ends before tensor {re.escape(tensor.name)} does"):
         load_checkpoint(tmp_path)
 
 

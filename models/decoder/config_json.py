@@ -186,6 +186,9 @@ def _read_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | No
         windowed = [layer_type == "sliding_attention" for layer_type in layer_types]
         if any(windowed) and window is None:
             raise ValueError("layer_types has 'sliding_attention', but no sliding_window is in use")
+        alike = family.windows == "all" and window is not None
+        if family.layers_alike and set(windowed) != {alike}:
+            raise ValueError(f"{layer_types=} is not supported: transformers does not read it here")
     elif family.windows == "last":
         check_integer("max_window_layers", keys["max_window_layers"], 0)
         windowed = [layer >= keys["max_window_layers"] for layer in range(num_layers)]

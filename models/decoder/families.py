@@ -33,6 +33,8 @@ class Family:
         windows: which layers have a sliding window, where "layer_types" does not say it: all, those
             from "max_window_layers" on, all but each "sliding_window_pattern"th, or none. None:
             whatever the file says, all layers see all tokens.
+        layers_alike: whether transformers has no "layer_types" here, so that they may say nothing
+            else than `windows`.
         partial_rotary: whether only a part of each head may be rotated.
         rope_types: other names of rope types.
         biased: whether q, k, v have biases, and o has none, whatever "attention_bias" says.
@@ -46,6 +48,7 @@ class Family:
     activations: Mapping[str, str] = field(default_factory=lambda: _SILU)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     windows: Literal["all", "last", "pattern", "none"] | None = None
+    layers_alike: bool = False
     partial_rotary: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     biased: bool = False
@@ -249,7 +252,9 @@ _QWEN2: dict[str, Any] = dict(
 )
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
-        defaults=dict(max_position_embeddings=2048, eos_token_id=2), windows="none"
+        defaults=dict(max_position_embeddings=2048, eos_token_id=2),
+        windows="none",
+        layers_alike=True,
     ),
     "MistralForCausalLM": Family(
         defaults=dict(
@@ -278,6 +283,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         fields=dict(qk_norm=True),
         windows="all",
+        layers_alike=True,
         read=_read_qwen3_moe,
     ),
     "MixtralForCausalLM": Family(
@@ -293,6 +299,7 @@ FAMILIES: Mapping[str, Family] = {
         fields=dict(stored_as="mixtral"),
         only=dict(attention_bias=(False,)),
         windows="all",
+        layers_alike=True,
         read=_read_local_experts,
     ),
     "Phi3ForCausalLM": Family(  # Phi-4, too
@@ -305,6 +312,7 @@ FAMILIES: Mapping[str, Family] = {
         fields=dict(stored_as="phi3"),
         only=dict(attention_bias=(False,)),
         windows="all",
+        layers_alike=True,
         partial_rotary=True,
         rope_types=dict(su="longrope", yarn="longrope"),
     ),

@@ -142,8 +142,8 @@ def test_eos_token_id_may_be_null_a_number_or_a_list():
         (QWEN2 | {"layer_types": ALTERNATING}, (32, None, 32)),
         (QWEN2 | {"layer_types": ["full_attention"] * 3}, ()),
         (QWEN2 | {"architectures": ["Qwen3ForCausalLM"]}, (None, 32, 32)),
-        ({"layer_types": ALTERNATING, "sliding_window": 16}, (16, None, 16)),
         ({"sliding_window": 16}, ()),
+        ({"sliding_window": 16, "layer_types": ["full_attention"] * 3}, ()),
     ],
 )
 def test_sliding_windows_equal_those_of_transformers(changes, windows):
@@ -191,6 +191,10 @@ def test_only_the_cache_may_be_quantized(quantization, accepted):
         (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be an integer in 1.."),
         (QWEN2 | {"max_window_layers": None}, "max_window_layers=None must be an integer in 0.."),
         ({"layer_types": ["sliding_attention"]}, "but no sliding_window is in use"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 16},
+            r"layer_types=\['sliding_attention'\] is not supported: transformers does not read it",
+        ),
         ({"layer_types": ["linear_attention"]}, "layer_type='linear_attention' is not supported"),
         ({"layer_types": ["full_attention"] * 2}, "must name the attention of num_layers=1"),
         ({"layer_types": "full_attention"}, "must name the attention of num_layers=1"),

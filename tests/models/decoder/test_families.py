@@ -208,6 +208,8 @@ MXFP4 = dict(quantization_config=dict(quant_method="mxfp4"))
         ("Qwen3Moe", MXFP4, "quantization_config is not supported"),
         ("Mixtral", dict(num_local_experts=None), "n_routed_experts=None must be an integer"),
         ("Mixtral", dict(attention_bias=True), "attention_bias=True is not supported"),
+        ("Mixtral", dict(layer_types=[FULL] * 4, sliding_window=8), "layer_types=.* does not"),
+        ("Phi3", dict(layer_types=[FULL] * 4, sliding_window=8), "layer_types=.* does not"),
         ("Phi3", dict(partial_rotary_factor=0.4), "partial_rotary_factor=0.4 of a head of 8"),
         ("Phi3", dict(partial_rotary_factor=2), "partial_rotary_factor=2 of a head of 8"),
         ("Phi3", dict(partial_rotary_factor=-1), "partial_rotary_factor=-1 must be a positive"),

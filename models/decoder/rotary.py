@@ -45,7 +45,8 @@ def rotation(positions: jax.Array, config: ModelConfig, *, whole_rows: bool = Fa
         original = scaling.original_max_position_embeddings
         lengths = positions.max(axis=-1, keepdims=True)[..., None, None] + 1  # [..., 1, 1, 1]
         if isinstance(scaling, DynamicRopeScaling):
-            base = _dynamic_base(config.rope_theta, scaling, config.rotary_dim, lengths)
+            grown = lengths.clip(original)  # a base of less is no number
+            base = _dynamic_base(config.rope_theta, scaling, config.rotary_dim, grown)
             longer = 1.0 / base ** _exponents(config.rotary_dim)
         else:
             longer = inverse_frequencies(config, original + 1)

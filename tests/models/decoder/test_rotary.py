@@ -67,13 +67,15 @@ def test_logits_equal_transformers(name, golden, tmp_path):
         assert np.abs(logits - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", OWN)
 def test_frequencies_depend_on_the_context_with_a_cache_and_on_the_row_without_one(name):
     config = config_of(name)
     original = config.rope_scaling.original_max_position_embeddings
     # Rows one longer than the original context, as long, and shorter.
     longer = np.arange(original + 1)
-    rows = np.stack([longer, np.minimum(longer, original - 1), longer * 2 // 3]).astype(np.int32)
+    rows = [longer, np.minimum(longer, original - 1), longer * 2 // 3, longer // 8]
+    rows = np.stack(rows).astype(np.int32)
     found = np.stack(rotation(rows, config, whole_rows=True), axis=1)
     factor = getattr(config.rope_scaling, "attention_factor", 1.0)
     for row, alone in zip(rows, found, strict=True):

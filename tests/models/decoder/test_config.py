@@ -183,6 +183,7 @@ def test_only_the_cache_may_be_quantized(quantization, accepted):
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"is_causal": False}, "is_causal=False is not supported; supported: True"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
         ({"max_position_embeddings": None}, "max_position_embeddings=None must be an integer in"),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from models.decoder import deepseek_config as deepseek
 from models.decoder.experts_config import ExpertsConfig
 from models.decoder.rope_scaling import check_positive
+from models.decoder.stored_experts import BLOCK
 from pallas_paged.checks import check_integer
 
 Fields = dict[str, Any]  # of a ModelConfig
@@ -160,7 +161,12 @@ def _read_olmo3(keys: Keys, fields: Fields) -> Fields:
 
 def _read_gpt_oss(keys: Keys, fields: Fields) -> Fields:
     experts = _read_local_experts(keys, fields, bias=True, swiglu_limit=keys["swiglu_limit"])
-    return dict(experts, stored_as="gpt_oss_mxfp4" if is_mxfp4(keys) else "gpt_oss")
+    if not is_mxfp4(keys):
+        return dict(experts, stored_as="gpt_oss")
+    for name in ("hidden_size", "intermediate_size"):
+        if (size := fields[name]) % BLOCK:
+            raise ValueError(f"{name}={size} must be a multiple of {BLOCK}, a block of MXFP4")
+    return dict(experts, stored_as="gpt_oss_mxfp4")
 
 
 _GEMMA2 = Family(

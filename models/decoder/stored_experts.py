@@ -14,7 +14,7 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 # The two numbers of each byte, as one item: looked up at twice the speed of one after the other.
 _BYTES = np.arange(256)
 _PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.uint64)[:, 0]
-_BLOCK = 32  # numbers with one scale
+BLOCK = 32  # numbers with one scale
 _EXPONENT_BIAS = 127
 
 
@@ -36,8 +36,8 @@ def tensors_of_experts(
         return
     rows, columns = int(np.prod(sizes[:-1])), sizes[-1]  # outputs and inputs
     if mxfp4:
-        blocks = num_experts, rows, -(-columns // _BLOCK)
-        yield f"{name}_blocks", (*blocks, _BLOCK // 2)
+        blocks = num_experts, rows, columns // BLOCK
+        yield f"{name}_blocks", (*blocks, BLOCK // 2)
         yield f"{name}_scales", blocks
     else:
         yield name, (num_experts, columns, rows)

@@ -226,6 +226,7 @@ MXFP4 = dict(quantization_config=dict(quant_method="mxfp4"))
         ("GptOss", dict(sliding_window="x"), "sliding_window='x' must be an integer"),
         ("GptOss", dict(swiglu_limit=0), "swiglu_limit=0 must be a positive"),
         ("GptOss", dict(quantization_config=dict(quant_method="fp8")), "quantization_config is"),
+        ("GptOss", MXFP4, "intermediate_size=48 must be a multiple of 32, a block of MXFP4"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(architecture, keys, message):

@@ -178,7 +178,8 @@ def read_rope(
     if partial_rotary_factor is None:
         partial_rotary_factor = 1.0
     rope_type = rope.get("rope_type", rope.get("type"))
-    rope_type = rope_types.get(rope_type, rope_type)
+    if isinstance(rope_type, str):
+        rope_type = rope_types.get(rope_type, rope_type)
     if rope_type == "proportional":  # whose heads turn as a whole, in part by no angle
         rope = {"factor": 1.0, **rope, "partial_rotary_factor": partial_rotary_factor}
         partial_rotary_factor = 1.0
@@ -191,7 +192,7 @@ def read_rope(
         rope_type = "default"
     if rope_type == "default":
         return theta, None, partial_rotary_factor
-    if rope_type not in _CLASSES:
+    if not isinstance(rope_type, str) or rope_type not in _CLASSES:
         supported = ", ".join(["default", *_CLASSES])
         raise ValueError(f"{rope_type=} is not supported; supported: {supported}")
     # Beside the scaling in the files of some trainers; transformers prefers that place.

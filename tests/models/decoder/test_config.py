@@ -211,6 +211,7 @@ def test_only_the_cache_may_be_quantized(quantization, accepted):
             ({"head_dim": 4, "rope_scaling": scaling}, message)
             for scaling, message in [
                 ({"rope_type": "mrope"}, "'mrope' is not supported; supported: default, linear,"),
+                ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\] is not supported; supported: def"),
                 ({"rope_type": "llama3"}, "rope_type='llama3' needs factor"),
                 (LLAMA3 | {"low_freq_factor": 4}, "low_freq_factor=4 must be less than"),
                 (LLAMA3 | {"original_max_position_embeddings": "x"}, "='x' must be an integer in"),

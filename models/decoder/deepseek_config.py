@@ -86,8 +86,6 @@ class LatentConfig:
         check_positive("sm_scale", self.sm_scale)
         if (qk_rope_head_dim := self.qk_rope_head_dim) % 2:
             raise ValueError(f"{qk_rope_head_dim=} must be even: rotary embeddings turn pairs")
-        if (v_head_dim := self.v_head_dim) > (head_dim := self.head_dim):
-            raise ValueError(f"{v_head_dim=} must be at most {head_dim=}, that of q and k")
 
     @property
     def head_dim(self) -> int:

@@ -93,8 +93,11 @@ class LatentAttention(nnx.Module):
         k_pe = jnp.broadcast_to(k_pe, (*k_nope.shape[:-1], k_pe.shape[-1]))
         k = jnp.concatenate([k_nope, k_pe], axis=-1)
         # An `Attend` has V of the size of K, and the scale of that size.
-        size, v_size = q.shape[-1], v.shape[-1]
-        v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, size - v_size)])
+        v_size = v.shape[-1]
+        size = max(q.shape[-1], v_size)
+        q, k, v = (
+            jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]) for x in (q, k, v)
+        )
         q = q * jnp.asarray(self.sizes.sm_scale * math.sqrt(size), q.dtype)
         out, cache = attend(q, k, v, cache, sliding_window=None)
         return out[..., :v_size], cache

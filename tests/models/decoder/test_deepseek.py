@@ -133,7 +133,7 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
         (LITE, dict(kv_lora_rank=0), "kv_lora_rank=0 must be an integer"),
         (LITE, dict(q_lora_rank="x"), "q_lora_rank='x' must be an integer"),
         (LITE, dict(qk_rope_head_dim=63), "qk_rope_head_dim=63 must be even"),
-        (LITE, dict(v_head_dim=193), "v_head_dim=193 must be at most head_dim=192"),
+        (LITE, dict(v_head_dim=0), "v_head_dim=0 must be an integer"),
         (LARGE, dict(n_group=7), "n_routed_experts=256 must be a multiple of n_group=7"),
         (LARGE, dict(topk_group=9), "topk_group=9 must be at most n_group=8"),
         (LARGE, dict(n_group=256), "n_group=256 of n_routed_experts=256 must have 2 experts"),
@@ -249,6 +249,24 @@ def test_rotary_rows_may_be_in_halves(folder):
     (model, config), (other, _) = load_checkpoint(folder), load_checkpoint(V3)
     assert not config.latent.rope_interleave
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+
+
+def test_heads_of_v_may_be_larger_than_those_of_q_and_k(folder):
+    """The same model, which adds up two halves of each V."""
+    wider = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if "kv_b_proj" in name:
+            k, v = np.split(value.reshape(4, 22, -1), [12], axis=1)
+            wider[name] = np.concatenate([k, v, v, 0 * v], axis=1).reshape(4 * 42, -1)
+        elif "self_attn.o_proj" in name:
+            half = value.reshape(-1, 4, 10) / 2
+            wider[name] = np.concatenate([half, half, half], axis=2).reshape(len(value), -1)
+    edit(folder, wider, v_head_dim=30)
+    model, config = load_checkpoint(folder)
+    assert config.head_dim == 20
+    with np.load(V3 / "golden.npz") as golden:
+        logits = dense_logits(model, golden["input_ids"].astype(np.int32))
+        assert relative_error(logits, golden["logits"]) <= 1e-5
 
 
 def test_layers_that_predict_further_tokens_are_ignored(folder):

@@ -65,7 +65,8 @@ class SamplingParams:
             model with experts.
         detokenize: whether completions have text.
         structured_outputs: what the text of a completion must match; a completion that ends with
-            "length" or at a stop text may be the beginning of such a text.
+            "length", at a stop text or by one of `stop_token_ids` may be the beginning of such a
+            text.
 
     Raises:
         ValueError: a value is out of its range, or two values exclude each other.

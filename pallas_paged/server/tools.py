@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallas_paged.engine import StructuredOutputsParams
+from pallas_paged.engine.requests.grammar import held_schema
 from pallas_paged.server.fields import Fields, bad_request
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -184,8 +185,7 @@ class Tools:
             raise bad_request(f"tools: {error}", "tools") from None
 
     def _arguments(self, name: str) -> dict[str, Any]:
-        options = {"whitespace_flexible": False}  # as of all structured outputs
-        return {**self.schemas[name], "x-guidance": options}
+        return held_schema(self.schemas[name])
 
     def _forced_calls(
         self, calls: AnswerFormat, reasoning: Region | None, *, is_thinking: bool

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import reduce
 
 import pytest
 
@@ -35,6 +36,10 @@ from tests.support.structured_cases import (
 def engine():
     pytest.importorskip("llguidance", reason="needs the extra [structured]")
     return make(PieceTokenizer())
+
+
+ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}}}}
+ENDLESS["$defs"]["a"] |= {"type": "object", "required": ["a"]}
 
 
 @pytest.mark.parametrize(("fields", "holds"), CASES, ids=[next(iter(one)) for one, _ in CASES])
@@ -145,6 +150,19 @@ def test_a_bias_and_filters_choose_among_what_is_allowed(engine):
     assert request.outputs[0].text == "c"
 
 
+def test_repetitions_that_would_force_text_without_end_force_none(engine):
+    """A billion characters are drawn one by one."""
+    regex = "((a{1000}){1000}){1000}"
+    for fields in (
+        dict(regex=regex),
+        dict(json={"type": "string", "pattern": f"^{regex}$"}),
+        dict(json={"type": "string", "pattern": "^a*$", "minLength": 10**9}),
+        dict(grammar="start: B\nA: /(a{1000}){1000}/\nB: A{1000}"),
+    ):
+        (request,) = serve(engine, PROMPTS[:1], greedy(**structured(**fields), max_tokens=3))
+        assert request.outputs[0].text.strip('"')[-2:] == "aa"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -154,6 +172,8 @@ def test_a_bias_and_filters_choose_among_what_is_allowed(engine):
         (dict(grammar="begin: /x/"), "start"),
         (dict(regex=""), "no token of the vocabulary begins"),
         (dict(regex="x+"), "no token of the vocabulary begins"),
+        (dict(json=ENDLESS), "Too many items"),
+        (dict(json={"items": {"multipleOf": 99400891}}), "multipleOf=99400891 is too large"),
     ],
     ids=lambda x: x if isinstance(x, str) else str(x)[:20],
 )
@@ -215,6 +235,7 @@ def test_what_can_not_be_combined_is_refused_by_name(params, message):
         (dict(regex="a", choice=["a"]), "has ['regex', 'choice'], must have one of"),
         (dict(json="[1]"), "must be a JSON schema: it is no object"),
         (dict(json="{"), "must be a JSON schema"),
+        (dict(json=reduce(lambda inner, _: {"items": inner}, range(5000), {})), "must be a JSON"),
         (dict(json={"a": {1, 2}}), "must be a JSON schema"),
         (dict(regex=5), "regex=5 must be a text"),
         (dict(choice="ab"), "choice='ab' must be a list"),

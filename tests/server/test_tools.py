@@ -9,7 +9,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance", reason="needs the extra [structured]")
 
-from pallas_paged.engine import CompletionOutput  # noqa: E402
+from pallas_paged.engine import CompletionOutput, StructuredOutputsParams  # noqa: E402
 from pallas_paged.engine.requests.grammar import (  # noqa: E402
     GrammarCompiler,
     empty_masks,
@@ -87,6 +87,16 @@ def matches(structure, text):
     masks = empty_masks(1, 256)
     fill_masks([(0, state)], masks)
     return state.is_complete or bool(masks[0, 0] & 1)
+
+
+def test_no_other_spelling_of_a_name_escapes_its_pattern():
+    schema = {"type": "object", "patternProperties": {"^x": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tools = take_tools(Fields({"tools": [tool], "tool_choice": "required"}))
+    forced, (calls, _) = tools.structure(None, None, is_thinking=False), find_formats("", "hermes")
+    for arguments, is_right in (('{"x":1}', True), ('{"y":""}', True), (r'{"\u0078":""}', False)):
+        assert matches(StructuredOutputsParams(json=schema), arguments) == is_right
+        assert matches(forced, call_of(calls, arguments)) == is_right
 
 
 def call_of(calls, arguments, name="f"):

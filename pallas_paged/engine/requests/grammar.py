@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +20,9 @@ from pallas_paged.engine.requests.detokenizer import Tokenizer
 
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters; the grammar is compiled while a request waits
 _MAX_GRAMMARS = 64  # that the cache keeps, the newest ones
+# The compiler makes all text that a word forces at once, in 600 bytes of memory for each of it.
+_MAX_FORCED = 1 << 16
+_MAX_STEP = 10_000  # of multipleOf: one of a million takes it 15 s
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -73,7 +80,8 @@ def _schema_text(schema: object) -> str:
         return json.dumps({name: x for name, x in value.items() if name != "x-guidance"})
     except (TypeError, ValueError, RecursionError) as error:
         rule = f"must be a JSON schema: {error}"
-        raise ValueError(f"structured_outputs json={schema!r:.80} {rule}") from None
+        # `repr` fails where the schema is too deep.
+        raise ValueError(f"structured_outputs json={reprlib.repr(schema)} {rule}") from None
 
 
 def _checked_choice(choice: object) -> tuple[str, ...]:
@@ -153,10 +161,14 @@ class GrammarCompiler:
         )
         if matcher.is_error():
             raise GrammarError(f"structured_outputs: {matcher.get_error()}")
-        first = empty_masks(1, self._vocab_size)
-        fill_masks([(0, GrammarState(matcher, self._vocab_size, ()))], first)
+        trial, first = matcher.deep_copy(), empty_masks(1, self._vocab_size)
+        fill_masks([(0, GrammarState(trial, self._vocab_size, ()))], first)
         if not first.any():
             raise GrammarError("structured_outputs: no token of the vocabulary begins such a text")
+        for token_id in trial.compute_ff_tokens()[:1]:
+            trial.consume_token(token_id)  # fails where the text that is forced has no end
+        if trial.is_error():
+            raise GrammarError(f"structured_outputs: {trial.get_error()}")
         return Grammar(matcher, self._vocab_size)
 
 
@@ -310,15 +322,60 @@ class _Tokens:
         return token_ids
 
 
+def held_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema with options for the compiler.
+
+    Models might write whitespace without end, so there is none. Names with other escapes than these
+    would pass for names that no pattern matches.
+    """
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if '"patternProperties"' in json.dumps(schema):
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return {**schema, "x-guidance": options}
+
+
 def _source(params: StructuredOutputsParams, matcher: Any) -> str:
     """Return a grammar in llguidance's Lark syntax."""
+    source = params.grammar or ""
     if params.json is not None:
-        schema = json.loads(str(params.json)) | {"x-guidance": {"whitespace_flexible": False}}
-        return f"start: %json {json.dumps(schema)}"
-    if params.regex is not None:  # as Lark spells it
+        source = f"start: %json {json.dumps(held_schema(json.loads(str(params.json))))}"
+    elif params.regex is not None:  # as Lark spells it
         grammars = json.loads(matcher.grammar_from_regex(params.regex))["grammars"]
-        return grammars[0]["lark_grammar"]
-    if params.choice is not None:
+        source = grammars[0]["lark_grammar"]
+    elif params.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
-        return f"start: {' | '.join(texts)}"
-    return params.grammar or ""
+        source = f"start: {' | '.join(texts)}"
+    return _bounded(source)
+
+
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_REPEAT = re.compile(r"[{~]\s*(\d{1,9})")
+_MIN_LENGTH = re.compile(r'"minLength"\s*:\s*(\d{1,9})')
+_STEP = re.compile(r'"multipleOf"\s*:\s*(\d{1,20}(?:\.\d{1,20})?(?:[eE][+-]?\d\d?)?)')
+
+
+def _bounded(source: str) -> str:
+    """Return a grammar that the compiler can bear, where its own limits do not see what it takes.
+
+    Where repetitions in a word might force too much text, none is forced: steps draw it.
+
+    Raises:
+        GrammarError: the numbers of a schema must be multiples of too large a number.
+    """
+    text, step = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), source), 1
+    for value in _STEP.findall(text):
+        step = math.lcm(step, Fraction(value).numerator or 1)
+        for factor in (2, 5):  # the last digits tell
+            while step % factor == 0:
+                step //= factor
+        if step > _MAX_STEP:
+            raise GrammarError(f"structured_outputs: multipleOf={value} is too large to be held")
+    # Of strings, such as patterns, and of what is between them, which may repeat one.
+    pieces = _STRING.split(text)
+    repeats = [sum(math.log(int(x) or 1) for x in _REPEAT.findall(one)) for one in pieces]
+    most = max(repeats[1::2], default=0.0) + sum(repeats[::2])
+    lengths = [int(x) for x in _MIN_LENGTH.findall(text)]
+    if max(math.exp(min(most, 99)), *lengths, 0) > _MAX_FORCED:
+        source += '\n%llguidance {"no_forcing": true}'
+    return source

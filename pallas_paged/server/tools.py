@@ -210,7 +210,7 @@ class Tools:
         return "\n".join([f"start: {thought} call {more}", *lines])
 
     def _free_calls(self, calls: AnswerFormat) -> str:
-        """Return the grammar of any text, in which calls have arguments of their schemas."""
+        """Return the grammar of any text, in which strict calls have arguments of their schemas."""
         try:
             from llguidance import StructTag
         except ImportError:
@@ -225,7 +225,7 @@ class Tools:
             StructTag(
                 trigger=trigger,
                 begin=begin.replace("NAME", name),
-                grammar=self._arguments(name),
+                grammar=self._arguments(name) if name in self.strict else _ANY_ARGUMENTS,
                 end=end,
             )
             for name in self.schemas

@@ -134,8 +134,11 @@ def test_the_grammar_of_forced_calls_and_the_parser_agree(parsers, is_thinking):
 def test_strict_tools_hold_the_arguments_of_free_answers(parsers):
     calls, reasoning = find_formats("", *parsers)
     strict = {"type": "function", "function": F["function"] | {"strict": True}}
-    tools = take_tools(Fields({"tools": [G, strict]}))
+    loose = {"type": "function", "function": {"name": "h", "parameters": {"not": {}}}}
+    tools = take_tools(Fields({"tools": [G, strict, loose]}))
     structure = tools.structure(calls, reasoning, is_thinking=False)
+    assert matches(structure, "Well: " + call_of(calls, '{"a": [1, {}]}', "h"))
+    assert not matches(structure, "Well: " + call_of(calls, "[]", "h"))
     assert matches(structure, "Hello {x}\n<think> you")
     assert matches(structure, "Well: " + call_of(calls, '{"a":1}'))
     assert not matches(structure, "Well: " + call_of(calls, '{"a":3}'))

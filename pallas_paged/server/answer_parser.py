@@ -57,8 +57,9 @@ class AnswerParser:
 
     What may be the beginning of a marker is held back until it is certain. Arguments in JSON come
     as they are written, those in tags when the call is complete. A call that is truncated or not
-    valid stays content, also if pieces of it have come. Whitespace beside a region is dropped;
-    content before and after one is on two lines.
+    valid stays content, also if pieces of it have come. A marker within a string of its JSON does
+    not end a call. Whitespace beside a region is dropped; content before and after one is on two
+    lines.
     """
 
     def __init__(
@@ -97,24 +98,30 @@ class AnswerParser:
     def push(self, text: str, *, is_last: bool = False) -> Parts:
         """Take more text, and return the parts that have become certain."""
         self._rest += text
-        while (found := self._next_marker()) is not None:
-            at, marker = found
-            self._take(self._rest[:at])
-            self._rest = self._rest[at + len(marker) :]
-            if self._region is not CONTENT:
-                self._close(marker)
-            if (opened := self._openers.get(marker)) is not None:
-                self._open(opened)
-        held = 0 if is_last else max((_overlap(self._rest, x) for x in self._markers()), default=0)
-        end = len(self._rest) - held
-        self._take(self._rest[:end])
-        self._rest = self._rest[end:]
+        self._scan(is_last=is_last)
         if is_last:
             self._end()
         elif self._region.kind == "call":
             self._send_begun()
         parts, self._parts = self._parts, Parts()
         return parts
+
+    def _scan(self, *, is_last: bool) -> None:
+        """Take the text that has come, but for what may be the beginning of a marker."""
+        while (found := self._next_marker()) is not None:
+            at, marker = found
+            self._take(self._rest[:at])
+            self._rest = self._rest[at + len(marker) :]
+            if self._region.kind == "call" and (finder := self._find(None)) and finder.is_in_string:
+                self._take(marker)
+                continue
+            if self._region is not CONTENT:
+                marker = self._close(marker)
+            self._open(marker)
+        held = 0 if is_last else max((_overlap(self._rest, x) for x in self._markers()), default=0)
+        end = len(self._rest) - held
+        self._take(self._rest[:end])
+        self._rest = self._rest[end:]
 
     def _markers(self) -> list[str]:
         if self._region is not CONTENT:
@@ -130,22 +137,26 @@ class AnswerParser:
                 found.append((at, -len(marker), marker))
         return (min(found)[0], min(found)[2]) if found else None
 
-    def _open(self, region: Region) -> None:
+    def _open(self, marker: str) -> None:
+        """Begin the region that a marker opens, if it does."""
+        if (region := self._openers.get(marker)) is None:
+            return
         self._region, self._has_begun = region, True
         self._body = region.open if region.keeps_open else ""
         self._function = ""
         if region.kind != "call":  # one that is not valid stays content, with the space before it
             self._space, self._strips = "", True
 
-    def _close(self, marker: str) -> None:
-        """End a region by its marker."""
+    def _close(self, marker: str) -> str:
+        """End a region by its marker, or by one before it; return which."""
         region, self._region = self._region, CONTENT
         if region.kind == "header":
             self._follow_header()
         elif region.kind == "call":
-            self._read_call(region, "" if marker in self._openers else marker)
+            return self._read_call(region, marker)
         else:
             self._space, self._strips = "", True
+        return marker
 
     def _follow_header(self) -> None:
         self._space, self._strips = "", True
@@ -155,13 +166,18 @@ class AnswerParser:
         self._function = function[1] if function else ""
         self._body = ""
 
-    def _send_begun(self) -> None:
-        """Send what has come of the arguments of calls in a region that is not complete."""
+    def _find(self, most: int | None) -> _CallFinder | None:
+        """Find calls in a region as far as it has come, as `_CallFinder.of` with `most`."""
         if self._finder is None:
-            self._finder = _CallFinder.of(self._function, self._body, _MOST_NAMED)
+            self._finder = _CallFinder.of(self._function, self._body, most)
         if self._finder is not None:
             self._finder.read(self._body)
-            for number, call in enumerate(self._finder.calls):
+        return self._finder
+
+    def _send_begun(self) -> None:
+        """Send what has come of the arguments of calls in a region that is not complete."""
+        if (finder := self._find(_MOST_NAMED)) is not None:
+            for number, call in enumerate(finder.calls):
                 if not call.name or call.start is None:
                     break  # those behind it wait too
                 self._send(number, call.name, self._body, call.start, call.end)
@@ -179,18 +195,29 @@ class AnswerParser:
             index = self._num_calls + number
             self._parts.calls.append(CallPiece(index, name if is_first else "", piece, is_last))
 
-    def _read_call(self, region: Region, marker: str) -> None:
+    def _read_call(self, region: Region, marker: str) -> str:
+        """Read the calls of a region that a marker, or nothing, has ended.
+
+        Returns:
+            The marker. If the calls are not valid, the first that seemed to be in a string counts.
+        """
         try:
             calls = _calls(self._function, self._body, self._schemas)
         except (ValueError, RecursionError):
+            found = [(at, x) for x in region.close if (at := self._body.find(x)) >= 0]
+            if found:
+                at, first = min(found)
+                self._rest = self._body[at + len(first) :] + marker + self._rest
+                self._body, marker = self._body[:at], first
             before = "" if region.keeps_open else region.open
-            self._emit("content", before + self._body + marker)
+            self._emit("content", before + self._body + ("" if marker in self._openers else marker))
         else:
             for number, (name, arguments) in enumerate(calls):
                 self._send(number, name, arguments, 0, None, is_last=True)
             self._space, self._strips = "", True
         self._num_calls += len(self._num_sent)
         self._body, self._finder, self._num_sent = "", None, []
+        return marker
 
     def _take(self, text: str) -> None:
         if self._region.kind in ("call", "header"):
@@ -210,10 +237,11 @@ class AnswerParser:
             setattr(self._parts, kind, getattr(self._parts, kind) + shown)
 
     def _end(self) -> None:
+        while self._region.kind == "call":
+            self._open(self._close(""))
+            self._scan(is_last=True)
         region = self._region
-        if region.kind == "call":
-            self._read_call(region, "")
-        elif region is FIRST_HEADER and "<|channel|>" not in self._body:
+        if region is FIRST_HEADER and "<|channel|>" not in self._body:
             self._emit("content", self._body)  # an answer without channels, as of a grammar
         if region.kind != "reasoning":
             self._parts.content += self._space
@@ -286,6 +314,11 @@ class _CallFinder:
                 text, self._string = body[self._string : self._at], None
                 if self._is_in_call:
                     self._take_string(text)
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the text read ends within a string, which may have the text of any marker."""
+        return self._string is not None
 
     @property
     def _is_in_call(self) -> bool:

@@ -71,6 +71,13 @@ def parted(text, parsers, size=None, **options):
         (HERMES, F.removesuffix("</tool_call>"), ("", "", [A])),
         (HERMES, "Hi " + F[:30], ("Hi " + F[:30], "", [])),
         (HERMES, "<tool_call>x</tool_call>!", ("<tool_call>x</tool_call>!", "", [])),
+        (HERMES, F.replace("1", '"</tool_call>"'), ("", "", [("f", '{"a": "</tool_call>"}')])),
+        (HARMONY, TO_F[19:].replace("1", '"<|end|>"'), ("", "", [("f", '{"a": "<|end|>"}')])),
+        (
+            ("mistral", "none"),
+            f'[TOOL_CALLS]f[ARGS]{{"a": "{"x" * 500}[TOOL_CALLS]"}}',
+            ("", "", [("f", f'{{"a": "{"x" * 500}[TOOL_CALLS]"}}')]),
+        ),
         (("qwen3_coder", "none"), CODER, ("", "", [("f", '{"s": "1\\n2", "n": 3}')])),
         (("qwen3_coder", "none"), CODER[:-30], (CODER[:-30], "", [])),
         (("llama3_json", "none"), LLAMA, ("", "", [A, B])),
@@ -98,6 +105,7 @@ def test_the_parts_of_an_answer(parsers, text, expected, size):
 
 
 ANSWERS = [
+    (HERMES, F.replace("1", '"</tool_call>"') + G),
     (HERMES, f"<think>Hm.</think>Hi {F}\n{G}"),
     (HERMES, '<tool_call>{"arguments": {"s": "\\"}{\\\\"}, "name": "f", "x": [{}]}</tool_call>.'),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'),
@@ -155,6 +163,14 @@ def test_what_is_no_call_sends_no_pieces():
     text = "[TOOL_CALLS]" + "x" * 1000 + '{"a": 1}'  # found at its end, and not while it arrives
     *_, calls, incomplete = pushed([*text], ("mistral", "none"))
     assert calls == [("x" * 1000, '{"a": 1}')] and not incomplete
+
+
+@pytest.mark.parametrize("size", [1, 7, 999])
+def test_a_string_without_an_end_hides_no_call_behind_it(size):
+    broken = F.replace("1}}", '"')
+    text = f"{broken}!{G}"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert pushed(pieces, HERMES)[:3] == (f"{broken}!", "", [B])
 
 
 def test_an_answer_to_a_prompt_that_opens_the_reasoning():

@@ -150,6 +150,17 @@ def test_a_bias_and_filters_choose_among_what_is_allowed(engine):
     assert request.outputs[0].text == "c"
 
 
+def test_a_long_chain_of_rules_does_not_exhaust_the_stack(engine):
+    """Of schemas, of rules and of terminals."""
+    links = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
+    schema = {"$defs": links | {"3000": {"const": 1}}, "$ref": "#/$defs/0"}
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(6000)) + "\nr6000: /1/"
+    rules, terminals = (f"start: {x}0\n{rules.replace('r', x)}" for x in "rR")
+    for fields in (dict(json=schema), dict(grammar=rules), dict(grammar=terminals)):
+        (request,) = serve(engine, PROMPTS[:1], greedy(**structured(**fields)))
+        assert request.outputs[0].text == "1"
+
+
 def test_repetitions_that_would_force_text_without_end_force_none(engine):
     """A billion characters are drawn one by one."""
     regex = "((a{1000}){1000}){1000}"

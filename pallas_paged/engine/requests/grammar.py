@@ -9,10 +9,11 @@ import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +24,9 @@ _MAX_GRAMMARS = 64  # that the cache keeps, the newest ones
 # The compiler makes all text that a word forces at once, in 600 bytes of memory for each of it.
 _MAX_FORCED = 1 << 16
 _MAX_STEP = 100_000  # of multipleOf: one of a million takes it 15 s
+_STACK_BYTES = 1 << 29  # of addresses; the longest chain of rules takes some 100 MiB of them
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,7 @@ class GrammarCompiler:
             return grammar
         with self._compiling:  # one at a time, so that large grammars do not add up
             if (grammar := self._cached(params)) is None:
-                grammar = self._compile(params)
+                grammar = _on_large_stack(partial(self._compile, params))
         with self._cache_lock:
             self._grammars[params] = grammar
             while len(self._grammars) > _MAX_GRAMMARS:
@@ -170,6 +173,17 @@ class GrammarCompiler:
         if trial.is_error():
             raise GrammarError(f"structured_outputs: {trial.get_error()}")
         return Grammar(matcher, self._vocab_size)
+
+
+def _on_large_stack(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own: the compiler nests calls, one for each rule."""
+    size = threading.stack_size(_STACK_BYTES)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            result = thread.submit(function)
+        finally:
+            threading.stack_size(size)
+        return result.result()
 
 
 class Grammar:

@@ -2,11 +2,14 @@
 
 import re
 import sys
+import threading
 from functools import reduce
 
 import pytest
 
 from pallas_paged.engine import SamplingParams, StructuredOutputsParams
+from pallas_paged.engine.requests import grammar
+from pallas_paged.engine.requests.grammar import GrammarCompiler
 from pallas_paged.engine.schedule import scheduler
 from tests.support.engine_calls import (
     PROMPTS,
@@ -148,6 +151,18 @@ def test_a_bias_and_filters_choose_among_what_is_allowed(engine):
     params = sampling(**structured(choice=["ab", "c"]), top_k=1, logit_bias={0: 100, 12: 50})
     (request,) = serve(engine, [PROMPTS[0]], params)
     assert request.outputs[0].text == "c"
+
+
+def test_a_grammar_that_compiles_for_too_long_is_refused_and_others_compile(engine, monkeypatch):
+    end = threading.Event()
+    monkeypatch.setattr(grammar, "_COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda *_: end.wait())
+    with pytest.raises(ValueError, match=re.escape("the grammar must compile in 0.01 s")):
+        engine.submit(PROMPTS[0], greedy(**structured(regex="[bc]{3}")))
+    monkeypatch.undo()
+    (request,) = serve(engine, PROMPTS[:1], greedy(**structured(regex="[bc]{3}")))
+    end.set()
+    assert request.outputs[0].finish_reason == "stop"
 
 
 def test_a_long_chain_of_rules_does_not_exhaust_the_stack(engine):

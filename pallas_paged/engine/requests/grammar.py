@@ -9,7 +9,7 @@ import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -24,6 +24,7 @@ _MAX_GRAMMARS = 64  # that the cache keeps, the newest ones
 # The compiler makes all text that a word forces at once, in 600 bytes of memory for each of it.
 _MAX_FORCED = 1 << 16
 _MAX_STEP = 100_000  # of multipleOf: one of a million takes it 15 s
+_COMPILE_SECONDS = 20.0  # intersections of many patterns would take minutes
 _STACK_BYTES = 1 << 29  # of addresses; the longest chain of rules takes some 100 MiB of them
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 T = TypeVar("T")
@@ -176,14 +177,29 @@ class GrammarCompiler:
 
 
 def _on_large_stack(function: Callable[[], T]) -> T:
-    """Call a function in a thread of its own: the compiler nests calls, one for each rule."""
-    size = threading.stack_size(_STACK_BYTES)
-    with ThreadPoolExecutor(1) as thread:
+    """Call a function in a thread of its own: the compiler nests calls, one for each rule.
+
+    Raises:
+        GrammarError: it takes too long. It goes on, as nothing can stop it, and others begin.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
         try:
-            result = thread.submit(function)
-        finally:
-            threading.stack_size(size)
-        return result.result()
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    size = threading.stack_size(_STACK_BYTES)
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    finally:
+        threading.stack_size(size)
+    try:
+        return result.result(_COMPILE_SECONDS)
+    except TimeoutError:
+        rule = f"must compile in {_COMPILE_SECONDS:g} s"
+        raise GrammarError(f"structured_outputs: the grammar {rule}") from None
 
 
 class Grammar:

@@ -137,7 +137,7 @@ def read_param(
     """Read a parameter of this shape from the tensors that it is made of."""
     module, form = str(path[-2]), FORMS[config.stored_as]
     offset = config.norm_offset if module.endswith("norm") else 0.0
-    if path[-1] == "e_score_correction_bias" or offset:
+    if path[-1] in ("e_score_correction_bias", "sinks") or offset:
         dtype = np.float32
     if form.is_fused and module in _FUSED:
         rows, q_rows = parts[0].shape[0], config.num_q_heads * config.head_dim

@@ -1,6 +1,7 @@
 """Sampling lowers for CUDA to a reduction or kernels, without loops, sorts or branches of XLA."""
 
 import functools
+import math
 import re
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_paged.engine.sampling.logprobs import gather_logprobs
 from pallas_paged.engine.sampling.sampler import sample
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.devices import lower_for_cuda
@@ -51,6 +53,15 @@ def test_the_greedy_pass_unpacks_masks_as_it_reads_logits():
     entry = compiled.compile().as_text().split("ENTRY")[1]
     lines = [line for line in entry.splitlines() if re.search(r"= \w+\[30,(5003|157|5024)", line)]
     assert len(lines) == 2 and all("parameter(" in line for line in lines), lines
+
+
+def test_the_best_tokens_take_no_constant_of_the_size_of_the_logits():
+    """Kept by each program that returns log-probabilities, it would take 156 MB of 256 rows."""
+    logits = jax.ShapeDtypeStruct((64, 50001), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32)
+    text = jax.jit(functools.partial(gather_logprobs, num_logprobs=20)).lower(logits, tokens)
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* constant\(", text.compile().as_text())
+    assert max(math.prod(int(x) for x in one.split(",") if x) for one in shapes) < 1000
 
 
 def _masked(logits, rows, lens, masks, mode):

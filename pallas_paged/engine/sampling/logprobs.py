@@ -13,7 +13,6 @@ from pallas_paged.checks import pytree
 from pallas_paged.decoder.peers import DevicePeers, Peers
 
 _MAX_PAIRS = 2**24  # of values that are compared at a time
-_NO_TOKEN = 2**31 - 1
 
 
 @pytree
@@ -99,38 +98,29 @@ def _gather_logprobs(
 
 
 def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest of values `f32[S, V]` and their indices, as `jax.lax.top_k` does.
+    """Return the k largest of values `f32[..., N]` and their indices, as `jax.lax.top_k` does.
 
-    What is returned for a row with NaN means nothing. `k` is static, at most V.
+    What is returned for a row with NaN means nothing. `k` is static, at most N. Long rows are
+    divided into blocks. The largest values are in the k blocks with the largest maxima, so that
+    only these are compared.
     """
     if k == 0:
-        return values[:, :0], _indices(values)[:, :0]
-    return _largest(values, _indices(values), k)
-
-
-def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest of values `[..., N]`, whose tokens rise, best first, and their tokens.
-
-    Long rows are divided into blocks. The largest values are in the k blocks with the largest
-    maxima, so that only these are compared.
-    """
+        return values[..., :0], _indices(values)[..., :0]
     size = values.shape[-1]
     most = max(math.isqrt(_MAX_PAIRS * size // values.size), 4 * k)
     block = -(-size // most)
     if block == 1:
-        return _compare(values, tokens, k)
+        return _compare(values, _indices(values), k)
     padding = [(0, 0)] * (values.ndim - 1) + [(0, -size % block)]
     values = jnp.pad(values, padding, constant_values=-jnp.inf)
-    tokens = jnp.pad(tokens, padding, constant_values=_NO_TOKEN)
-    values, tokens = (x.reshape(*x.shape[:-1], -1, block) for x in (values, tokens))
-    best = jnp.max(values, axis=-1)
-    chosen = _rising(_largest(best, _indices(best), k)[1])  # so that tokens stay in order
-
-    def take(x: jax.Array) -> jax.Array:
-        x = jnp.take_along_axis(x, chosen[..., None], axis=-2, mode="clip")
-        return x.reshape(*x.shape[:-2], k * block)
-
-    return _largest(take(values), take(tokens), k)
+    values = values.reshape(*values.shape[:-1], -1, block)
+    chosen = _rising(top_tokens(jnp.max(values, axis=-1), k)[1])  # so that indices stay in order
+    values = jnp.take_along_axis(values, chosen[..., None], axis=-2, mode="clip")
+    # Computed: XLA would make an array of the indices of all values a constant of the program.
+    indices = chosen[..., None] * block + _indices(values)
+    values, indices = (x.reshape(*x.shape[:-2], -1) for x in (values, indices))
+    values, places = top_tokens(values, k)
+    return values, jnp.take_along_axis(indices, places, axis=-1, mode="clip")
 
 
 def _rising(values: jax.Array) -> jax.Array:
@@ -141,7 +131,7 @@ def _rising(values: jax.Array) -> jax.Array:
 
 
 def _compare(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return what `_largest` does, for tokens in any order, by comparing all values."""
+    """Return what `top_tokens` does, with tokens in place of indices, by comparing all values."""
     one, other = values[..., :, None], values[..., None, :]
     is_better = (other > one) | ((other == one) & (tokens[..., None, :] < tokens[..., :, None]))
     place = jnp.sum(is_better, axis=-1, dtype=jnp.int32)

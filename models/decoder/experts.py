@@ -37,10 +37,12 @@ class Router(nnx.Module):
         weights are always of this router's scores at the experts, so that it gets gradients.
         """
         config, num_experts = self.config, self.config.n_routed_experts
+        # Sums in f32 of exact products: those of 16-bit elements are, and TF32 would choose others.
         logits = jnp.matmul(
-            x.astype(jnp.float32),
-            self.weight[...].astype(jnp.float32).T,
-            precision=lax.Precision.HIGHEST,  # TF32 would choose others
+            x,
+            self.weight[...].T,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         )
         if self.bias is not None:
             logits += self.bias[...].astype(jnp.float32)

@@ -75,7 +75,9 @@ def rows_at(rows: jax.Array, row: jax.Array) -> jax.Array:
 def weighted_sum(rows: jax.Array, weights: jax.Array | None, places: jax.Array) -> jax.Array:
     """Return the sum over k of weights `[T, k]` times the rows at `places i32[T, k]`.
 
-    XLA makes one loop of it, in which no array has axes of T, k and E.
+    XLA makes one loop of it, in which no array has axes of T, k and E. The barrier keeps it out of
+    what follows: a residual and its norm would each gather all rows anew, and such a norm of k
+    gathers takes XLA seconds to compile.
     """
     total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
     for j in range(places.shape[1]):
@@ -84,7 +86,7 @@ def weighted_sum(rows: jax.Array, weights: jax.Array | None, places: jax.Array) 
             is_row = (places[:, j] < len(rows))[:, None]
             term = jnp.where(is_row, term * weights[:, j, None].astype(jnp.float32), 0)
         total = total + term
-    return total.astype(rows.dtype)
+    return lax.optimization_barrier(total.astype(rows.dtype))
 
 
 def _block(num_rows: int, most: int) -> int:

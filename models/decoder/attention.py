@@ -24,7 +24,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.sliding_window = config.sliding_windows[layer] if config.sliding_windows else None
         self.config = config = config.of_layer(layer)
-        # F32 whatever the dtype of the others is, as the kernels take them: a step converts nothing.
+        # F32 whatever the dtype of the others is, as kernels take them: a step converts nothing.
         sinks = jnp.zeros(config.num_q_heads, jnp.float32)
         self.sinks = nnx.Param(sinks) if config.sinks else None
         q_heads, kv_heads = config.num_q_heads, config.num_kv_heads

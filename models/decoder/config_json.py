@@ -110,7 +110,7 @@ def _required(config: Keys, name: str, most: int) -> int:
 
 def _refuse_unsupported(keys: Keys, family: Family) -> None:
     only = {family.activation: tuple(family.activations), "mlp_bias": (False,), **family.only}
-    only["is_causal"] = (True,)  # False is for embeddings of whole texts
+    only["is_causal"] = (True,)  # False is for embeddings of texts
     for name, values in only.items():
         value = keys.get(name, values[0])
         if value not in values and value is not None:

@@ -15,8 +15,8 @@ from pallas_paged.engine.outputs import (
     RequestOutput,
 )
 from pallas_paged.engine.requests.detokenizer import Tokenizer
-from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.requests.structured_outputs import StructuredOutputsParams
 from pallas_paged.engine.rollouts import Rollouts
 from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams
 from pallas_paged.engine.stats import EngineStats, PoolMap

@@ -20,7 +20,6 @@ import numpy as np
 from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.requests.grammar import StructuredOutputsParams
 from pallas_paged.engine.requests.input_processor import (
     embeddings_of,
     score_requests,
@@ -33,6 +32,7 @@ from pallas_paged.engine.requests.request import (
     RequestStream,
     Waiter,
 )
+from pallas_paged.engine.requests.structured_outputs import StructuredOutputsParams
 from pallas_paged.engine.sampling_params import PoolingParams, SamplingParams, WarmupParams
 from pallas_paged.engine.stats import EngineStats, PoolMap
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from pallas_paged.checks import INT32_MAX, check_flag, check_integer, check_number
-from pallas_paged.engine.requests.grammar import StructuredOutputsParams
+from pallas_paged.engine.requests.structured_outputs import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 MAX_LOGPROBS = 20  # alternatives of a token with log-probabilities, as many as OpenAI's API has

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallas_paged.engine import StructuredOutputsParams
-from pallas_paged.engine.requests.grammar import held_schema
+from pallas_paged.engine.requests.structured_outputs import held_schema
 from pallas_paged.server.fields import Fields, bad_request
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)

@@ -189,7 +189,7 @@ class CompletionOutput:
         self.routed_experts = new.routed_experts
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)  # not frozen: that takes three times as long to make
 class RequestOutput:
     """Completions of one request, complete or, in the outputs of a step, what is new of them.
 

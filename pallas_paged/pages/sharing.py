@@ -59,7 +59,8 @@ def attach(
     the table as it was before the call, and succeeds in full or not at all. An entry whose row
     lies outside [0, max_seqs) is padding: not ok and otherwise ignored. An entry also fails when
     the row holds tokens or an earlier entry has the same row; when one of its pages is free,
-    partial, named twice or after padding; or when it names more than `pages_per_seq` pages.
+    partial, named twice or after padding; when `first_blocks` is negative; or when its blocks are
+    more than `pages_per_seq`.
 
     Args:
         rows: i32`[A]`, rows to fill.
@@ -67,7 +68,7 @@ def attach(
             outside [0, num_pages); n may be more than `pages_per_seq`. Padding alone leaves the row
             empty.
         first_blocks: i32`[A]`, blocks before those pages that stay without, as `free_before` leaves
-            them, 0 or more; None: 0.
+            them; None: 0.
 
     Returns:
         The table, whose `seq_lens` count the tokens of the pages, and ok bool`[A]`.
@@ -80,14 +81,16 @@ def attach(
     num_blocks = jnp.sum(pages < table.num_pages, axis=1, dtype=jnp.int32)
     column = jnp.arange(width, dtype=jnp.int32)
     blocks, ends = column, num_blocks
+    fits = num_blocks <= table.pages_per_seq
     if first_blocks is not None:
         first = checked_array("first_blocks", first_blocks, jnp.int32, rows.shape)
         blocks, ends = column + first[:, None], num_blocks + first
+        fits = (first >= 0) & (first <= table.pages_per_seq - num_blocks)  # `ends` may pass int32
     ordered = jnp.sort(pages, axis=1)
     is_repeat = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < table.num_pages)
     ok = (
         can_fill(table, rows)
-        & (ends <= table.pages_per_seq)
+        & fits
         & jnp.all(_can_share(table, pages) == (column < num_blocks[:, None]), axis=1)
         & ~jnp.any(is_repeat, axis=1)
     )

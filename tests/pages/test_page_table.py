@@ -284,6 +284,10 @@ def test_pages_are_attached_behind_blocks_that_stay_without():
     assert attached.seq_lens.tolist() == [12, 12, 0, 8]
     assert attached.block_tables.tolist() == [[0, 1, 2, 8], [8, 1, 2, 8], [8] * 4, [8] * 4]
     pp.check_page_table(attached)
+    for outside in (-1, -4, INT32_MIN, INT32_MAX, INT32_MAX - 1):
+        table, ok = pp.attach(attached, [2], pages[:1], first_blocks=[outside])
+        assert not ok.any()
+        assert_same(table, attached)
 
 
 def test_lists_are_accepted():

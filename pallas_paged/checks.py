@@ -58,8 +58,12 @@ def as_array(name: str, value: Any) -> Any:
     Raises:
         ValueError: `value` is not an array of numbers, or holds an integer beyond int32.
     """
-    if hasattr(value, "dtype"):  # jnp.asarray would silently narrow 64-bit NumPy arrays
-        return value
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind not in "OSUmM" and hasattr(value, "shape"):
+        return value  # jnp.asarray would silently narrow 64-bit NumPy arrays
+    if dtype is not None:  # texts, keys, a type, an array of another library
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be an array of numbers, got a {kind} of {dtype}")
     try:
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
         array: Any = jnp.asarray(value) if traced else np.asarray(value)

@@ -52,8 +52,6 @@ def checked_arrays(
     _refuse_symbolic_sizes(dict(arrays, k_pages=pages[0]), is_ragged=cu_q_lens is not None)
     arrays["block_tables"] = _by_sequences(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(q_name, arrays["q"], "B" if cu_q_lens is None else "T")
-    if q_pe is not None:
-        q_pe = jnp.asarray(q_pe)
     _check_pages(layer, **arrays, rope_dim=_checked_rope_dim(layer, arrays["q"], q_pe))
     shape, lens_shape = arrays["q"].shape, arrays["seq_lens"].shape
     if cu_q_lens is None and shape[:1] != lens_shape:
@@ -64,7 +62,7 @@ def checked_arrays(
     k, *v = (layout.with_all_axes(jnp.asarray(x)) for x in pages)
     found = Arrays(
         **{name: jnp.asarray(x) for name, x in arrays.items()},
-        q_pe=q_pe,
+        q_pe=None if q_pe is None else jnp.asarray(q_pe),
         k_pages=k,
         v_pages=v[0] if v else None,
         kv_layout=layout.name,

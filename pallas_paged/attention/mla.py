@@ -190,8 +190,9 @@ def mla_prefill(
     """
     check_names("mla_prefill", options, RaggedAttentionOptions)
     given = dict(q=q, k_nope=k_nope, k_pe=k_pe, v=v)
-    arrays = {name: jnp.asarray(as_array(name, x)) for name, x in given.items()}
+    arrays = {name: as_array(name, x) for name, x in given.items()}
     _check_heads(**arrays)
+    arrays |= {name: jnp.asarray(arrays[name]) for name in ("k_nope", "k_pe", "v")}
     offsets = as_array("cu_q_lens", cu_q_lens)
     offsets = checked_offsets("cu_q_lens", offsets, max(offsets.size - 1, 1))
     with jax.enable_x64(False):

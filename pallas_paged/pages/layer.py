@@ -58,7 +58,12 @@ class LayerKV:
     v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
+        for name in _LEAVES:  # lists become arrays
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, as_array(name, given))
         checked_layer(self)
+        if self.v_head_dim is not None:
+            object.__setattr__(self, "v_head_dim", int(self.v_head_dim))
 
     @property
     def layout(self) -> PageLayout:

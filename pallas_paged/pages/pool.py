@@ -90,6 +90,8 @@ def create_kv_pool(
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    num_layers, num_pages, num_kv_heads = int(num_layers), int(num_pages), int(num_kv_heads)
+    page_size, head_dim = int(page_size), int(head_dim)  # NumPy's integers would overflow
     element = checked_dtype(dtype, POOL_DTYPES)
     quantized = element.name in LARGEST
     if not quantized and (k_scales is not None or v_scales is not None):

@@ -220,6 +220,7 @@ def call_of(case):
         ({"q_nope": None}, "^q_nope=None must be an array"),
         ({"q_nope": np.zeros((4, LATENT), np.float32)}, r"q_nope.shape=\(4, 32\) must be \[[BT], "),
         ({"q_nope": np.zeros((4, 4, LATENT), np.int8)}, "q_nope.dtype=int8 must be float32"),
+        ({"q_pe": np.zeros((4, 4, ROPE))}, r"q_pe float64\[4, 4, 4\] must have"),
         ({"q_pe": np.zeros((4, 4, ROPE), np.float16)}, r"q_pe float16\[4, 4, 4\] must have"),
         ({"q_pe": np.zeros((4, 3, ROPE), np.float32)}, r"q_pe float32\[4, 3, 4\] must have"),
         ({"q_pe": np.zeros((4, ROPE), np.float32)}, r"q_pe float32\[4, 4\] must have the tokens"),

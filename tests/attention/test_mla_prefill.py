@@ -166,6 +166,8 @@ GOOD = dict(
         ({"v": GOOD["v"].astype(np.float16)}, r"of one dtype .* v float16\[70, 4, 10\]"),
         ({"v": np.zeros((TOKENS, HEADS, 17), np.float32)}, "head_dim=17 of v_pages must be from 1"),
         ({"v": None}, "^v=None must be an array"),
+        ({"v": np.float64(GOOD["v"])}, r"of one dtype .* v float64\[70, 4, 10\]"),
+        ({x: np.float64(GOOD[x]) for x in ("q", "k_nope", "k_pe", "v")}, "q.dtype=float64 must be"),
         ({"cu_q_lens": np.int32(70)}, r"cu_q_lens.shape=\(\) must be \(2,\)"),
         ({"cu_q_lens": np.int64([0, 70])}, "cu_q_lens.dtype=int64 must be int32"),
         ({"return_lse": 1}, "return_lse"),

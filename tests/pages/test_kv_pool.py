@@ -67,6 +67,12 @@ def test_a_pool_has_the_shapes_of_its_layout(kv_layout, stored):
         assert (layer.num_kv_heads, layer.num_pages, layer.page_size) == (H, P, N)
 
 
+def test_sizes_of_numpy_do_not_overflow():
+    sizes = dict(num_kv_heads=np.int8(100), head_dim=np.int8(8), kv_layout="NH2D")
+    [layer] = jax.eval_shape(lambda: create(np.int8(1), **sizes)).layers
+    assert layer.k_pages.shape == (P, N, 200, 8)
+
+
 @pytest.mark.parametrize(("dtype", "num_arrays"), [("float32", 4), ("int8", 8)])
 def test_a_created_pool_is_zero_in_buffers_of_its_own(dtype, num_arrays):
     leaves = jax.tree.leaves(create(dtype=dtype))
@@ -241,6 +247,9 @@ def test_a_layer_is_checked_when_it_is_made_and_when_it_is_used():
     assert (layer.num_kv_heads, layer.head_dim) == (2, 16)
     with pytest.raises(ValueError, match=r"page_size=3 must .*shape=\(4, 3, 2, 16\) is \[nu"):
         pp.LayerKV(pages[:, :3], pages[:, :3])
+    listed = pp.LayerKV(pages.tolist(), pages.tolist())
+    assert_same(pp.write_kv(listed, pages[0], pages[0], i32(*range(8))), layer)
+    assert pp.LayerKV(pages, v_head_dim=8.0).v_head_dim == 8
     rebuilt = jax.tree.map(lambda x: x[:, :3], layer)  # may hold anything, such as shardings
     with pytest.raises(ValueError, match="page_size=3 must be a power of two"):
         pp.write_kv(rebuilt, *np.zeros((2, 1, 2, 16), np.float32), i32(0))
@@ -270,7 +279,9 @@ SCALES = zeros(2, 4, 2)
         (dict(k_pages=None), "^k_pages=None must be an array"),
         (dict(v_pages="pages"), "^v_pages='pages' must be an array"),
         (dict(k=None), "^k=None must be an array"),
-        (dict(v=np.array(["a"])), "^v must be floating, got <U1"),
+        (dict(v=np.array(["a"])), "^v must be an array of numbers, got a ndarray of <U1"),
+        (dict(v=jnp.float32), "^v must be an array of numbers, got a _S.* of float32"),
+        (dict(slots=jax.random.key(0)), "^slots must be an array of numbers, got .* of key<"),
         (dict(slots=None), "^slots=None must be an array"),
         (BYTES, "pages of int8 need k_scales and v_scales"),
         (BYTES | dict(k_scales=SCALES), "pages of int8 need v_scales"),

@@ -10,11 +10,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_paged.attention.dispatch import rising_offsets
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
 from pallas_paged.attention.mla import mla_attention
 from pallas_paged.attention.options import RaggedAttentionOptions
-from pallas_paged.checks import INT32_MAX, as_array, checked_array, default_promotion
+from pallas_paged.checks import (
+    INT32_MAX,
+    as_array,
+    check_integer,
+    checked_array,
+    default_promotion,
+)
 from pallas_paged.pages import table as page_table
+from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.layout import KVLayout
 from pallas_paged.pages.pool import KVPool, copy_pages, create_kv_pool, write_kv
 from pallas_paged.pages.sharding import page_table_sharding
@@ -141,7 +149,7 @@ class PagedKVCache:
                 those that the last `extend` added are dropped.
 
         Raises:
-            ValueError: as `write_kv`.
+            ValueError: as `write_kv`, or there is no such layer.
         """
         max_seqs, lens = self.table.max_seqs, self.table.seq_lens
         shape = as_array("k", k).shape
@@ -152,6 +160,7 @@ class PagedKVCache:
             seqs, positions = tokens, lens - 1
         else:
             offsets = checked_array("cu_q_lens", cu_q_lens, jnp.int32, (max_seqs + 1,))
+            offsets = rising_offsets(offsets, tokens.size)  # as attention takes them
             seqs = jnp.searchsorted(offsets[1:], tokens, side="right").astype(jnp.int32)
             ends = (lens - offsets[1:]).at[seqs].get(mode="fill", fill_value=0)
             positions = ends + tokens
@@ -159,7 +168,7 @@ class PagedKVCache:
         is_new = positions >= first_new
         slots = page_table.slot_mapping(self.table, seqs, jnp.where(is_new, positions, -1))
         layers = list(self.pool.layers)
-        layers[layer] = write_kv(layers[layer], k, v, slots)
+        layers[layer] = write_kv(self._layer(layer), k, v, slots)
         return replace(self, pool=KVPool(layers=tuple(layers)))
 
     def attend(
@@ -183,7 +192,7 @@ class PagedKVCache:
         Returns:
             As those functions.
         """
-        at = self.pool.layers[layer], self.table.block_tables, self.table.seq_lens
+        at = self._layer(layer), self.table.block_tables, self.table.seq_lens
         call: Any = paged_attention if cu_q_lens is None else ragged_paged_attention
         offsets = () if cu_q_lens is None else (cu_q_lens,)
         return call(q, *at, *offsets, return_lse=return_lse, **options)
@@ -208,7 +217,7 @@ class PagedKVCache:
         Returns:
             As `mla_attention`.
         """
-        at = self.pool.layers[layer], self.table.block_tables, self.table.seq_lens
+        at = self._layer(layer), self.table.block_tables, self.table.seq_lens
         call: Any = mla_attention
         return call(q_nope, q_pe, *at, cu_q_lens, return_lse=return_lse, **options)
 
@@ -237,6 +246,10 @@ class PagedKVCache:
     def free(self, rows: Integers) -> PagedKVCache:
         """Empty sequences, bool`[max_seqs]`; pages without references are free again."""
         return self._with_table(page_table.free(self.table, rows))
+
+    def _layer(self, layer: int) -> LayerKV:
+        check_integer("layer", layer, 0, len(self.pool.layers) - 1)
+        return self.pool.layers[layer]
 
     def _copied(
         self, table: PageTable, copies: page_table.PageCopies, ok: jax.Array

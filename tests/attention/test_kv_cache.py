@@ -1,6 +1,5 @@
 """`PagedKVCache` against the functions beneath it, and against the oracle."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -150,6 +149,16 @@ def test_more_tokens_than_the_last_extend_added_write_over_no_older_one():
     np.testing.assert_array_equal(np.asarray(written)[page, :, 0, 0], [1, 1, 7, 0])
 
 
+@pytest.mark.parametrize("cu_q_lens", [(0, 2, 4, 90), (0, 3, 2, 5), (7, 2, -9, 2**31 - 1)])
+def test_offsets_that_do_not_rise_to_the_last_token_are_those_of_attention(cu_q_lens):
+    rising = np.clip(np.maximum.accumulate(np.int32([0, *cu_q_lens[1:]])), 0, 5)
+    cache, _ = extend(create(), np.diff(rising))
+    x = np.arange(1, 6, dtype=np.float32)[:, None, None] * np.ones((5, H, D), np.float32)
+    written, meant = (write(cache, 0, x, x, np.int32(offsets)) for offsets in (cu_q_lens, rising))
+    assert (meant.pool.layers[0].k_pages != 0).any(axis=(2, 3)).sum() == 5
+    np.testing.assert_array_equal(written.pool.layers[0].k_pages, meant.pool.layers[0].k_pages)
+
+
 def test_it_is_a_carry_of_loops():
     def body(cache, x):
         cache, ok = cache.extend(jnp.ones(B, jnp.int32))
@@ -193,5 +202,7 @@ def test_bad_arguments_are_refused():
         cache.attend(0, x, scale=1.0)
     with pytest.raises(ValueError, match="num_new_tokens must be int32"):
         cache.extend(np.zeros(B))
-    with pytest.raises(IndexError):
-        replace(cache, pool=pp.KVPool(layers=())).attend(0, x)
+    for layer in (2, -1, True, 0.0, None):
+        for call in (cache.attend, lambda layer, x: cache.write(layer, x, x)):
+            with pytest.raises(ValueError, match=rf"layer={layer} must be an integer in 0\.\.1"):
+                call(layer, x)

@@ -127,6 +127,13 @@ def check_integer(
         raise ValueError(f"{name}={value!r} must be {rule} in {least}..{most}")
 
 
+def check_implementation(implementation: Any, names: Sequence[str]) -> None:
+    """Raise ValueError unless `implementation` is None or one of `names`."""
+    is_name = isinstance(implementation, str) and implementation in names
+    if implementation is not None and not is_name:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):

@@ -9,7 +9,13 @@ from typing import Any, Literal, SupportsFloat, TypedDict, cast, get_args
 
 from jax.typing import ArrayLike
 
-from pallas_paged.checks import check_flag, check_interpret, static_integer, static_number
+from pallas_paged.checks import (
+    check_flag,
+    check_implementation,
+    check_interpret,
+    static_integer,
+    static_number,
+)
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
@@ -157,11 +163,7 @@ def static_options(head_dim: int, options: Mapping[str, Any]) -> StaticOptions:
     """
     implementation: Any = options.get("implementation")
     interpret = options.get("interpret", False)
-    names = get_args(Implementation)
-    if implementation is not None and (
-        not isinstance(implementation, str) or implementation not in names
-    ):
-        raise ValueError(f"{implementation=} must be None or one of {names}")
+    check_implementation(implementation, get_args(Implementation))
     check_interpret(interpret, implementation)
     expected_seqs = options.get("expected_seqs")
     if expected_seqs is not None:

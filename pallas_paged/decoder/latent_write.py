@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_paged.attention.partition import Axes, ShardingRule
-from pallas_paged.checks import checked_array, default_promotion, static_number
+from pallas_paged.checks import checked_array, default_promotion
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.rotary_write import (
     Rotation,
     WriteImplementation,
+    checked_eps,
     checked_floats,
     checked_rotation,
     chosen_write,
@@ -87,9 +88,7 @@ def rotate_and_write_latents(
         )
     if x.ndim != 2 or x.shape[1] != head_dim:
         raise ValueError(f"latents must be [T, {head_dim=}] like the pages, got {x.shape}")
-    num_tokens, eps = x.shape[0], static_number("eps", eps)
-    if eps < 0:
-        raise ValueError(f"{eps=} must be at least 0")
+    num_tokens, eps = x.shape[0], checked_eps(eps)
     slots = checked_array("slots", slots, jnp.int32, (num_tokens,))
     arrays = {"latents": x, "slots": slots, "k_pages": layer.k_pages}
     if layer.k_scales is not None:

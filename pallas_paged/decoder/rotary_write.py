@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -16,6 +17,7 @@ from jax.typing import ArrayLike
 from pallas_paged.attention.partition import Axes, ShardingRule, on_each_device
 from pallas_paged.checks import (
     as_array,
+    check_implementation,
     check_interpret,
     checked_array,
     default_promotion,
@@ -58,19 +60,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([*(t.astype(x.dtype) for t in turned), x[..., 2 * half :]], axis=-1)
 
 
+@default_promotion()
 def split_qkv(
-    qkv: jax.Array,
+    qkv: ArrayLike,
     *,
-    rotation: tuple[jax.Array, jax.Array] | None = None,
-    q_norm: jax.Array | None = None,
-    k_norm: jax.Array | None = None,
+    rotation: Rotation | None = None,
+    q_norm: ArrayLike | None = None,
+    k_norm: ArrayLike | None = None,
     eps: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries and keys, normed and then rotated, and values.
 
     Args:
         qkv: floating `[..., Hkv, G + 2, D]`, the G queries, K and V of each KV head.
-        rotation: cosines and sines, f32`[..., 1, R / 2]`; None: no rotation.
+        rotation: cosines and sines, f32`[..., 1, R / 2]`, with R up to D; None: no rotation.
         q_norm, k_norm: weights `[D]` of an RMS norm of each head; None: no norm.
         eps: epsilon of the norms.
 
@@ -78,9 +81,9 @@ def split_qkv(
         q `[..., Hkv * G, D]`, k and v `[..., Hkv, D]`.
 
     Raises:
-        ValueError: `qkv` is not floating or has another shape.
+        ValueError: a shape or dtype is wrong, or `eps` is negative.
     """
-    qkv = checked_floats("qkv", qkv)
+    qkv, eps = checked_floats("qkv", qkv), checked_eps(eps)
     if qkv.ndim < 3 or qkv.shape[-2] < 3:
         raise ValueError(
             "qkv must be [..., num_kv_heads, G + 2, head_dim], with G of 1 or more, got "
@@ -89,10 +92,18 @@ def split_qkv(
     *batch, num_kv_heads, kinds, head_dim = qkv.shape
     q = qkv[..., :-2, :].reshape(*batch, num_kv_heads * (kinds - 2), head_dim)
     k, v = qkv[..., -2, :], qkv[..., -1, :]
-    q = q if q_norm is None else rms_norm(q, q_norm, eps)
-    k = k if k_norm is None else rms_norm(k, k_norm, eps)
+    norms = _checked_norms(head_dim, q_norm=q_norm, k_norm=k_norm)
+    q = rms_norm(q, norms["q_norm"], eps) if "q_norm" in norms else q
+    k = rms_norm(k, norms["k_norm"], eps) if "k_norm" in norms else k
     if rotation is not None:
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+
+        def is_of_batch(shape: tuple[int, ...]) -> bool:
+            sizes = zip(reversed(shape[:-2]), reversed(batch), strict=False)
+            fits = all(size in (1, count) for size, count in sizes)
+            return fits and 2 <= len(shape) <= len(batch) + 2 and shape[-2] == 1
+
+        angles = _checked_angles(rotation, is_of_batch, [*batch, 1], head_dim).values()
+        q, k = rotate(q, *angles), rotate(k, *angles)
     return q, k, v
 
 
@@ -137,9 +148,7 @@ def rotate_and_write_kv(
         NotImplementedError: the implementation can't do this call; the message says why.
     """
     arrays = checked_write(layer, qkv, slots, rotation, q_norm, k_norm)
-    eps = static_number("eps", eps)
-    if eps < 0:
-        raise ValueError(f"{eps=} must be at least 0")
+    eps = checked_eps(eps)
     chosen = chosen_write(layer, implementation, interpret)
     if chosen == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
@@ -255,9 +264,7 @@ def chosen_write(layer: LayerKV, implementation: Any, interpret: bool) -> WriteI
     Raises:
         ValueError, NotImplementedError: as `rotate_and_write_kv`.
     """
-    names = get_args(WriteImplementation)
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"{implementation=} must be None or one of {names}")
+    check_implementation(implementation, get_args(WriteImplementation))
     check_interpret(interpret, implementation)
     if implementation == "xla":
         return "xla"
@@ -312,15 +319,24 @@ def checked_write(
         kv_layout=layer.kv_layout,
         **checked_rotation(rotation, num_tokens, head_dim),
     )
-    norms: dict[str, Any] = {
-        name: checked_floats(name, norm)
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
-        if norm is not None
-    }
-    for name, norm in norms.items():
+    norms = _checked_norms(head_dim, q_norm=q_norm, k_norm=k_norm)
+    return dataclasses.replace(arrays, **norms)
+
+
+def _checked_norms(head_dim: int, **norms: Any) -> dict[str, Any]:
+    """Return the weights `[head_dim]` of the norms that are given."""
+    found = {name: checked_floats(name, norm) for name, norm in norms.items() if norm is not None}
+    for name, norm in found.items():
         if norm.shape != (head_dim,):
             raise ValueError(f"{name} must be [{head_dim=}], got {norm.shape}")
-    return dataclasses.replace(arrays, **norms)
+    return found
+
+
+def checked_eps(eps: Any) -> float:
+    eps = static_number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"{eps=} must be at least 0")
+    return eps
 
 
 def checked_floats(name: str, value: Any) -> jax.Array:
@@ -334,20 +350,29 @@ def checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str,
     """Return cos and sin as f32`[T, R / 2]`, or nothing."""
     if rotation is None:
         return {}
+    of_tokens = (num_tokens,), (num_tokens, 1)
+    angles = _checked_angles(rotation, lambda x: x[:-1] in of_tokens, [num_tokens], head_dim)
+    return {name: x.reshape(num_tokens, x.shape[-1]) for name, x in angles.items()}
+
+
+def _checked_angles(
+    rotation: Any, fits: Callable[[tuple[int, ...]], bool], axes: list[int], head_dim: int
+) -> dict[str, jax.Array]:
+    """Return cos and sin, whose shapes fit and are `[*axes, R / 2]` in messages."""
     if not isinstance(rotation, tuple | list) or len(rotation) != 2:
         raise ValueError(f"rotation must be None or (cos, sin), got {type(rotation).__name__}")
     angles = {}
     for name, value in zip(("cos", "sin"), rotation, strict=True):
         x = as_array(f"rotation {name}", value)
         half = x.shape[-1] if x.ndim else 0
-        of_tokens = x.shape in ((num_tokens, half), (num_tokens, 1, half))
-        if not of_tokens or not 0 < 2 * half <= head_dim or x.dtype != jnp.float32:
+        if not fits(x.shape) or not 0 < 2 * half <= head_dim or x.dtype != jnp.float32:
+            sizes = ", ".join(map(str, axes))
             raise ValueError(
-                f"rotation {name} must be float32 [{num_tokens}, R / 2], with R from 2 to "
+                f"rotation {name} must be float32 [{sizes}, R / 2], with R from 2 to "
                 f"{head_dim=}, got {x.dtype}{x.shape}"
             )
-        angles[name] = jnp.asarray(x).reshape(num_tokens, half)
-    if angles["cos"].shape != angles["sin"].shape:
+        angles[name] = jnp.asarray(x)
+    if angles["cos"].shape[-1] != angles["sin"].shape[-1]:
         shapes = tuple(x.shape for x in angles.values())
         raise ValueError(f"rotation must be two arrays of one shape, got {shapes}")
     return angles

@@ -229,6 +229,7 @@ def ones(*shape, dtype=np.float32):
         (dict(k_norm=ones(16, dtype=np.int8)), "k_norm must be floating, got int8"),
         (dict(eps="1"), "eps='1' must be a number"),
         (dict(implementation="mosaic_sm90"), "implementation='mosaic_sm90' must be None or one of"),
+        (dict(implementation=np.array(["xla"])), "implementation=.* must be None or one of"),
         (dict(interpret=True), "interpret=True needs a family of kernels, not implementation=None"),
         (dict(eps=-9.0), "eps=-9.0 must be at least 0"),
     ],
@@ -247,6 +248,32 @@ def test_a_product_of_another_shape_is_not_split():
             pp.split_qkv(qkv)
     with pytest.raises(ValueError, match="qkv must be floating, got int32"):
         pp.split_qkv(np.zeros((5, 2, 3, 8), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (dict(q_norm=ones(1)), r"q_norm must be \[head_dim=8\], got \(1,\)"),
+        (dict(k_norm=ones(2, 8)), r"k_norm must be \[head_dim=8\], got \(2, 8\)"),
+        (dict(q_norm="abc"), "q_norm='abc' must be an array"),
+        (dict(rotation=ones(2, 1, 4)[0]), r"rotation must be None or \(cos, sin\)"),
+        (dict(rotation=(ones(2, 4),) * 2), r"cos must be float32 \[2, 1, R / 2\].*\(2, 4\)"),
+        (dict(rotation=(ones(3, 1, 4),) * 2), r"rotation cos must be .*got float32\(3, 1, 4\)"),
+        (dict(rotation=(ones(2, 1, 5),) * 2), "R from 2 to head_dim=8, got .*5"),
+        (dict(rotation=(ones(1, 4), ones(1, 1))), "two arrays of one shape"),
+        (dict(eps=-1.0), "eps=-1.0 must be at least 0"),
+    ],
+)
+def test_what_would_be_broadcast_to_the_heads_is_refused(how, message):
+    with pytest.raises(ValueError, match=message):
+        pp.split_qkv(ones(2, 2, 3, 8), **how)
+
+
+def test_a_product_is_split_where_the_caller_forbids_promotion():
+    how = dict(q_norm=ones(8), rotation=(ones(1, 4), ones(1, 4)))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        q, *_ = pp.split_qkv(ones(2, 2, 3, 8, dtype=jnp.bfloat16), **how)
+    assert (q.shape, q.dtype) == ((2, 2, 8), jnp.bfloat16)
 
 
 @pytest.mark.skipif(not ON_CPU, reason="the kernel runs here")

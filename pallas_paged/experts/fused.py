@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.checks import checked_array, default_promotion, pytree, static_number
+from pallas_paged.checks import as_array, checked_array, default_promotion, pytree, static_number
 from pallas_paged.experts.grouped import (
     ExpertsImplementation,
     How,
@@ -87,17 +87,20 @@ def fused_experts(
         ValueError: shapes or dtypes do not fit, or there is no such implementation.
         NotImplementedError: the implementation can't do this call; the message says why.
     """
-    weights = ExpertWeights(
-        gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
-    )
-    x, weights, expert_weights = jax.tree.map(jnp.asarray, (x, weights, expert_weights))
+    x, expert_weights = as_array("x", x), as_array("expert_weights", expert_weights)
+    biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+    given = dict(gate_up=gate_up, down=down) | {n: b for n, b in biases.items() if b is not None}
+    weights = ExpertWeights(**{name: as_array(name, array) for name, array in given.items()})
     _check_shapes(x, weights, expert_weights)
     expert_indices = checked_array(
         "expert_indices", expert_indices, jnp.int32, expert_weights.shape
     )
     if swiglu_limit is not None:
         swiglu_limit = static_number("swiglu_limit", swiglu_limit)
+        if swiglu_limit <= 0:
+            raise ValueError(f"{swiglu_limit=} must be None or more than 0")
     how = resolve(implementation, interpret, dtype=x.dtype, sizes=down.shape[1:])
+    x, weights, expert_weights = jax.tree.map(jnp.asarray, (x, weights, expert_weights))
     return _fused(how, swiglu_limit, x, weights, expert_indices, expert_weights)
 
 

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_paged.checks import check_flag, check_interpret, checked_array, default_promotion
+from pallas_paged.checks import (
+    as_array,
+    check_flag,
+    check_implementation,
+    check_interpret,
+    checked_array,
+    default_promotion,
+)
 from pallas_paged.experts import xla
 from pallas_paged.experts.plan import Groups
 from pallas_paged.kernels.device import INTERPRET_INSTEAD, Device
@@ -67,7 +74,7 @@ def grouped_matmul(
         NotImplementedError: the implementation can't do this call; the message says why.
     """
     check_flag("transpose_rhs", transpose_rhs)
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = as_array("x", x), as_array("w", w)
     if x.ndim != 2 or w.ndim != 3:
         raise ValueError(f"{x.shape=} must be [M, K], and {w.shape=} have an axis of groups first")
     check_dtypes(x=x, w=w)
@@ -79,7 +86,7 @@ def grouped_matmul(
         raise ValueError(f"{w.shape=} must be {order} with K of {x.shape=}, and nothing empty")
     sizes = checked_array("group_sizes", group_sizes, jnp.int32, (num_groups,))
     how = resolve(implementation, interpret, dtype=x.dtype, sizes=matrix)
-    return grouped(how, transpose_rhs, x, w, Groups.of(sizes))
+    return grouped(how, transpose_rhs, jnp.asarray(x), jnp.asarray(w), Groups.of(sizes))
 
 
 def check_dtypes(**arrays: jax.Array) -> None:
@@ -96,9 +103,7 @@ def check_dtypes(**arrays: jax.Array) -> None:
 
 def resolve(implementation: Any, interpret: bool, *, dtype: Any, sizes: Any) -> How:
     """Return how a call with x and matrices of `dtype`, of these sizes, runs."""
-    names = get_args(ExpertsImplementation)
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"{implementation=} must be None or one of {names}")
+    check_implementation(implementation, get_args(ExpertsImplementation))
     check_interpret(interpret, implementation)
     if implementation == "xla":
         return How("xla")

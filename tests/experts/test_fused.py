@@ -135,6 +135,14 @@ def test_devices_add_up_their_features_or_experts(axis):
         (dict(expert_weights=jnp.zeros((1, K))), r"must be \[T, k\] with 45 tokens"),
         (dict(down=jnp.zeros((EXPERTS, SIZE, FEATURES), "float16")), "down.dtype=float16"),
         (dict(swiglu_limit=float("nan")), "swiglu_limit"),
+        (dict(swiglu_limit=-7.0), "swiglu_limit=-7.0 must be None or more than 0"),
+        *(
+            (dict([(name, None)]), f"{name}=None must be an array")
+            for name in ("x", "gate_up", "down", "expert_indices", "expert_weights")
+        ),
+        (dict(down_bias="abc"), "down_bias='abc' must be an array"),
+        (dict(x=np.zeros((TOKENS, SIZE))), "x.dtype=float64 must be"),
+        (dict(implementation=np.array(["xla"])), "implementation=.* must be None or one of"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

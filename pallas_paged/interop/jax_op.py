@@ -56,8 +56,10 @@ def paged_attention(
     del block_h, pages_per_compute_block, k_splits, num_warps, num_stages, debug, mask_value
     layer = LayerKV(k_pages, v_pages, k_scales_pages, v_scales_pages, kv_layout="HPND")  # type: ignore[arg-type]
     if lengths is None:
-        num_seqs, pages_per_seq = as_array("block_tables", block_tables).shape
-        lengths = jnp.full(num_seqs, pages_per_seq * layer.page_size, jnp.int32)
+        shape = as_array("block_tables", block_tables).shape
+        if len(shape) != 2:
+            raise ValueError(f"block_tables.shape={shape} must be [B, pages_per_seq]")
+        lengths = jnp.full(shape[0], shape[1] * layer.page_size, jnp.int32)
     return attend(
         q,
         layer,

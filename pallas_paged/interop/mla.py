@@ -19,7 +19,7 @@ from pallas_paged.checks import (
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.interop.rpa_cache import check_tuning, checked_rows, new_slots
+from pallas_paged.interop.rpa_cache import check_floats, check_tuning, checked_rows, new_slots
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.quantization import is_quantized
@@ -130,6 +130,7 @@ def mla_ragged_paged_attention(
         ql_nope=ql_nope, q_pe=q_pe, new_kv_c=new_kv_c, new_k_pe=new_k_pe, cache_kv=cache_kv
     )
     q_nope, q_pe, c, k_pe, cache = (jnp.asarray(as_array(name, x)) for name, x in given.items())
+    check_floats(cache, ql_nope=q_nope, q_pe=q_pe, new_kv_c=c, new_k_pe=k_pe)
     rows = checked_rows(kv_lens, page_indices, cu_q_lens, distribution)
     lens, tables, offsets, num_seqs = rows
     sizes = _Sizes.of(q_nope, q_pe, c, k_pe, cache, head_major=head_major)

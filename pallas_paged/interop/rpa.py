@@ -17,7 +17,13 @@ from pallas_paged.checks import (
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.interop.rpa_cache import CacheSizes, check_tuning, checked_rows, new_slots
+from pallas_paged.interop.rpa_cache import (
+    CacheSizes,
+    check_floats,
+    check_tuning,
+    checked_rows,
+    new_slots,
+)
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.quantization import is_quantized
@@ -144,6 +150,7 @@ def ragged_paged_attention(
         raise TypeError("ragged_paged_attention() got attention_sink twice, once as sinks")
     given = dict(queries=queries, keys=keys, values=values, kv_cache=kv_cache)
     q, k, v, cache = (jnp.asarray(as_array(name, x)) for name, x in given.items())
+    check_floats(cache, queries=q, keys=k, values=v)
     rows = checked_rows(kv_lens, page_indices, cu_q_lens, distribution)
     lens, tables, offsets, num_seqs = rows
     sizes = CacheSizes.of(q, k, v, cache)

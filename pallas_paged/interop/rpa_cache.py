@@ -82,6 +82,13 @@ class CacheSizes:
         return jnp.pad(x, (0, heads)) if heads else x
 
 
+def check_floats(cache: jax.Array, **arrays: jax.Array) -> None:
+    """Raise ValueError unless all arrays are floating, or of the dtype of the cache."""
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != cache.dtype:
+            raise ValueError(f"{name}.dtype={x.dtype.name} must be floating, or that of the cache")
+
+
 def check_tuning(function: str, tuning: Mapping[str, Any], allowed: Any) -> None:
     """Raise TypeError unless all keywords are of a `TypedDict` of those that are not used."""
     unknown = tuning.keys() - allowed.__annotations__.keys()
@@ -102,7 +109,12 @@ def checked_rows(
 def _checked_tables(page_indices: ArrayLike, num_seqs: int) -> jax.Array:
     shape = as_array("page_indices", page_indices).shape
     pages = checked_array("page_indices", page_indices, jnp.int32, shape)
-    if not pages.size or pages.size % num_seqs or shape[0] not in (num_seqs, pages.size):
+    if (
+        not pages.size
+        or not num_seqs
+        or pages.size % num_seqs
+        or shape[0] not in (num_seqs, pages.size)
+    ):
         raise ValueError(
             f"page_indices.shape={shape} must be [S * pages_per_seq] with S={num_seqs} rows"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.checks import validate_positive
+from pallas_paged.checks import as_array, checked_array, validate_positive
 from pallas_paged.interop import rpa
 
 __all__ = ["install", "ragged_paged_attention"]
@@ -82,9 +82,17 @@ def ragged_paged_attention(
     for name, value in (("custom_mask", custom_mask), ("xai_temperature_len", xai_temperature_len)):
         if value is not None:
             raise NotImplementedError(f"{name} must be None")
-    page_size = kv_cache_fused.shape[1]
+    page_indices = checked_array("page_indices", page_indices, jnp.int32)
+    lens = checked_array("kv_lens", kv_lens, jnp.int32)
+    cu_kv_lens = checked_array("cu_kv_lens", cu_kv_lens, jnp.int32)
+    cache_shape = as_array("kv_cache_fused", kv_cache_fused).shape
+    if len(cache_shape) not in (4, 5):
+        raise ValueError(f"kv_cache_fused.shape={cache_shape} must have 4 or 5 axes")
+    if max_pages_per_seq is not None:
+        validate_positive(max_pages_per_seq=max_pages_per_seq)
+    page_size = cache_shape[1]
     size = min(max_pages_per_seq or page_indices.size, page_indices.size)
-    starts = cu_kv_lens[: kv_lens.shape[0], None] // page_size
+    starts = cu_kv_lens[: lens.size, None] // page_size
     tables = page_indices.at[starts + jnp.arange(size)].get(mode="clip")
     if isinstance(sm_scale, jax.Array):
         queries, sm_scale = (queries * sm_scale).astype(queries.dtype), 1.0

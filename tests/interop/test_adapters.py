@@ -73,6 +73,9 @@ def test_sglang_jax_has_the_pages_of_all_rows_in_one_list(scale, given, meant):
     for name in ("custom_mask", "xai_temperature_len"):
         with pytest.raises(NotImplementedError, match=name):
             sglang_jax.ragged_paged_attention(**call, **{name: 1})
+    for name in ("kv_cache_fused", "page_indices", "kv_lens", "cu_kv_lens"):
+        with pytest.raises(ValueError, match=f"{name}=None must be an array"):
+            sglang_jax.ragged_paged_attention(**call | {name: None})
 
 
 @dataclasses.dataclass

@@ -47,3 +47,7 @@ def test_scales_are_positional_and_no_lengths_mean_all_tokens():
     expected = jax.jit(partial(theirs.paged_attention, k_splits=2, interpret=True))(*call)
     out = jax_op.paged_attention(*call, interpret=True)
     assert relative_error(out, np.asarray(expected, np.float64)) <= 1e-3
+    with pytest.raises(
+        ValueError, match=r"block_tables.shape=\(24,\) must be \[B, pages_per_seq\]"
+    ):
+        jax_op.paged_attention(*call[:3], given[3].ravel(), None, *scales)

@@ -162,6 +162,8 @@ def test_tuning_changes_no_program():
         (dict(page_indices=np.zeros(31, np.int32)), "page_indices.shape=.* with S=6 rows"),
         (dict(cu_q_lens=np.zeros(4, np.int32)), "cu_q_lens must be int32"),
         (dict(distribution=np.zeros(2, np.int32)), "distribution must be int32"),
+        (dict(ql_nope=np.zeros((H, 3, L), bool)), "ql_nope.dtype=bool must be floating"),
+        (dict(new_kv_c=np.zeros((3, L), np.int8)), "new_kv_c.dtype=int8 must be floating"),
         (dict(k_scale="1"), "k_scale"),
         (dict(head_major=1), "head_major=1 must be True or False"),
         (dict(transpose_kv_cache=True), "transpose_kv_cache=True must be False"),

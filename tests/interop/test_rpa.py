@@ -170,6 +170,8 @@ def test_on_a_gpu_one_scatter_writes_the_cache_and_all_else_views_it(elements, k
         (dict(page_indices=np.zeros(31, np.int32)), "page_indices.shape=.* with S=6 rows"),
         (dict(cu_q_lens=np.zeros(4, np.int32)), "cu_q_lens must be int32"),
         (dict(distribution=np.zeros(2, np.int32)), "distribution must be int32"),
+        (dict(kv_lens=[], cu_q_lens=np.int32([0])), "page_indices.shape=.* with S=0 rows"),
+        (dict(queries=np.zeros((24, 4, 16), np.int32)), "queries.dtype=int32 must be floating"),
         (dict(k_scale="1"), "k_scale"),
         (dict(cp_rank=0), "cp_rank"),
         (dict(attention_sink=SINKS, sinks=SINKS), "attention_sink twice"),

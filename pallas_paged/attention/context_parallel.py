@@ -51,7 +51,7 @@ from pallas_paged.attention.options import (
     check_names,
     static_options,
 )
-from pallas_paged.checks import INT32_MAX, as_array, default_promotion
+from pallas_paged.checks import INT32_MAX, as_array, check_flag, default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.pages import pool as kv_pool
@@ -121,6 +121,7 @@ def paged_attention(
     """
     check_names("context_parallel.paged_attention", options, AttentionOptions, *_REFUSED)
     _check_types(layer, pages)
+    check_flag("shard_heads", shard_heads)
     sinks = options.get("sinks")
 
     def attend(
@@ -181,6 +182,7 @@ def ragged_paged_attention(
     function, allowed = "context_parallel.ragged_paged_attention", RaggedAttentionOptions
     check_names(function, options, allowed, *_REFUSED)
     _check_types(layer, pages)
+    check_flag("shard_heads", shard_heads)
     sinks = options.get("sinks")
     tokens = {name: as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     shapes = {name: tuple(x.shape) for name, x in tokens.items()}

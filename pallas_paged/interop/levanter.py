@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention.entries import ragged_paged_attention as attend
+from pallas_paged.checks import as_array
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 
@@ -83,7 +84,7 @@ def kv_update_unified_prefix(
     Args:
         kv_pages: `[num_pages, page_size, 2 * num_kv_heads, head_dim]`.
         t_pages: i32`[T]`, the page of each token.
-        t_slots: i32`[T]`, its place in the page.
+        t_slots: i32`[T]`, its place in the page; tokens outside of a page are not written.
         new_k: `[T, num_kv_heads, head_dim]`.
         new_v: the same shape.
         K: i32`[]`; tokens from there on are not written.
@@ -91,8 +92,11 @@ def kv_update_unified_prefix(
     Returns:
         The pages with the tokens.
     """
-    num_pages, page_size, _, _ = kv_pages.shape
-    valid = (jnp.arange(t_pages.shape[0]) < K) & (t_pages >= 0) & (t_pages < num_pages)
-    slots = jnp.where(valid, t_pages * page_size + t_slots, -1)
     layer = LayerKV(kv_pages, kv_layout="NH2D")
+    t_pages, t_slots = as_array("t_pages", t_pages), as_array("t_slots", t_slots)
+    if t_pages.shape != new_k.shape[:1] or t_slots.shape != t_pages.shape:
+        raise ValueError(f"{t_pages.shape=} and {t_slots.shape=} must be [T] with {new_k.shape=}")
+    valid = (jnp.arange(t_pages.shape[0]) < K) & (t_pages >= 0) & (t_pages < layer.num_pages)
+    valid &= (t_slots >= 0) & (t_slots < layer.page_size)
+    slots = jnp.where(valid, t_pages * layer.page_size + t_slots, -1)
     return write_kv(layer, new_k, new_v, slots.astype(jnp.int32)).k_pages

@@ -117,9 +117,10 @@ def test_levanter_has_invalid_rows_at_the_end_and_axes_in_any_order(soft_cap, mo
 def test_levanter_writes_the_valid_tokens():
     rng = np.random.default_rng(0)
     pages = rng.standard_normal((7, 4, 6, 8), np.float32)
-    new_k, new_v = rng.standard_normal((2, 5, 3, 8), np.float32)
-    at, slots = np.int32([6, 0, 3, INVALID, -1]), np.int32([3, 0, 1, INVALID, -1])
-    for count in (3, 5):
+    new_k, new_v = rng.standard_normal((2, 7, 3, 8), np.float32)
+    at = np.int32([6, 0, 3, INVALID, -1, 1, 2])
+    slots = np.int32([3, 0, 1, INVALID, -1, 4, -1])  # the last ones are not of their pages
+    for count in (3, 7):
         call = pages, at, slots, new_k, new_v, jnp.int32(count)
         found = levanter.kv_update_unified_prefix(*map(jnp.asarray, call))
         meant = pages.copy()

@@ -312,6 +312,7 @@ def test_bad_input_is_refused():
         "layer must be a LayerKV, got tuple": lambda: attention(q, (layer,), pages),
         "of the same T, got {'q': (4, 4, 16), 'k': (3,": lambda: ragged(q, *new),
         "sinks": lambda: attention(q, layer, pages, sinks=SINKS[:2]),
+        "shard_heads=1 must be True or False": lambda: attention(q, layer, pages, shard_heads=1),
         "shard_heads=True needs query heads, here": lambda: attention(
             q, layer, pages, shard_heads=True
         ),

@@ -58,6 +58,31 @@ def test_requests_after_an_update_use_the_new_weights(
     assert_every_page_is_free(engine)
 
 
+SETTINGS = {
+    "mesh": lambda: jax.set_mesh(jax.make_mesh((jax.device_count(),), ("x",))),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+    "x64": lambda: jax.enable_x64(True),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "no_jit": jax.disable_jit,
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_settings_of_a_trainer_do_not_reach_the_engine(settings, greedy_tokens, compilations):
+    engine, params = make_engine(), jax.tree.map(np.asarray, weights())
+    serve(engine, PROMPTS, greedy())
+    del compilations[:]
+    with settings():
+        assert tokens_of(serve(engine, PROMPTS, greedy())) == greedy_tokens
+        assert not compilations
+        engine.sleep()
+        engine.wake_up()
+        engine.update_params(params)
+        assert engine.score([[1, 2, 3]], [[4]]).shape == (1, 1)
+        other = make_engine(params=params)
+        assert tokens_of(serve(other, PROMPTS, greedy())) == greedy_tokens
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_the_prefix_cache_is_kept_on_request(reset, new_tokens):
     engine = make_engine()

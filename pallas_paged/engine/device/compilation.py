@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from pallas_paged.checks import default_promotion
 from pallas_paged.engine.device.program import ProgramCache
 
 logger = logging.getLogger("pallas_paged")
@@ -65,7 +66,7 @@ class Compilation:
         return True
 
     def lower(self) -> jax.stages.Lowered:
-        with _LOWERING:
+        with _LOWERING, own_settings():
             return self._function.lower(*self._arguments)
 
     def finish(self, lowered: jax.stages.Lowered) -> None:
@@ -77,6 +78,22 @@ class Compilation:
             self._programs[self.kind] = program
         if self._then is not None:
             self._then.finish(self._then.lower())
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Leave the caller's mesh, and settings with which the engine's programs can't run or differ.
+
+    Also a decorator.
+    """
+    with (
+        jax.set_mesh(None),
+        jax.transfer_guard("allow"),
+        jax.disable_jit(False),
+        jax.enable_x64(False),
+        default_promotion(),
+    ):
+        yield
 
 
 def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:

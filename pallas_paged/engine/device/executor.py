@@ -17,7 +17,12 @@ from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device import program
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.batch import Batch, StepOutput
-from pallas_paged.engine.device.compilation import Compilation, compile_all, progress_bar
+from pallas_paged.engine.device.compilation import (
+    Compilation,
+    compile_all,
+    own_settings,
+    progress_bar,
+)
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.processes import Followers, interrupts_held
@@ -333,6 +338,7 @@ class Executor:
         new = self._changes[change](given, *args)
         self.state = replace(self.state, **{x: getattr(new, x) for x in CHANGES[change]})
 
+    @own_settings()
     def trace(self, batch: Batch) -> StepOutput:
         """Trace the step of a batch, so that a model that it can't run fails now.
 

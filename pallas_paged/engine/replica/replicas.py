@@ -13,7 +13,7 @@ import jax
 
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.device.compilation import BackgroundCompilation
+from pallas_paged.engine.device.compilation import BackgroundCompilation, own_settings
 from pallas_paged.engine.device.executor import EngineDeadError, Executor
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.device.processes import Followers, Leader, connect, interrupts_held
@@ -111,6 +111,7 @@ class Replicas:
         num_pages, max_model_len: of each replica.
     """
 
+    @own_settings()
     def __init__(
         self,
         model: Model,
@@ -247,6 +248,7 @@ class Replicas:
         for replica in self._all:
             replica.drain()
 
+    @own_settings()
     def update_params(
         self, params: Any, draft_params: Any, reset_prefix_cache: bool, restart_running: bool
     ) -> None:
@@ -296,12 +298,14 @@ class Replicas:
             replica.sleep()
         self._router.reset()
 
+    @own_settings()
     def warmup(self, params: WarmupParams, progress: bool) -> None:
         """Compile the steps of all shapes for such requests."""
         modes = self._modes_for(params)
         for replica in self._all:  # later ones find more in JAX's caches
             replica.runner.warmup(modes, progress)
 
+    @own_settings()
     def start_warmup(self, params: WarmupParams, progress: bool) -> Future[None]:
         """Compile what can serve such requests, and start to compile the rest.
 
@@ -334,7 +338,7 @@ class Replicas:
         """
         completed = only_if_multi_process and self.num_processes == 1
         try:
-            with interrupts_held():
+            with own_settings(), interrupts_held():
                 yield
                 completed = True
         except BaseException as error:
@@ -355,6 +359,7 @@ class Replicas:
             raise error
         raise EngineDeadError(what, error) from error
 
+    @own_settings()
     def follow(self) -> bool:
         """Make the calls of process 0; results and errors are those of `Engine.follow`."""
         self.check_alive()

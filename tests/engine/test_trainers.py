@@ -1,10 +1,12 @@
 """What trainers use: new weights, scores, log-probabilities of prompts, memory given back."""
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_paged.engine import EngineDeadError
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -175,6 +177,23 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(greedy_tokens, 
     run(engine)
     assert tokens_of(requests) == greedy_tokens[:2]
     assert serve(engine, PROMPTS[1:2], greedy())[0].num_cached_tokens == 8
+
+
+def test_params_that_were_donated_are_refused_or_named_as_what_ended_the_engine(greedy_tokens):
+    new, donated = (jax.tree.map(jnp.copy, NEW) for _ in range(2))
+    donated["up"].delete()
+    engine = make_engine()
+    with pytest.raises(ValueError, match=r"params\['up'\] has been deleted, or donated"):
+        engine.update_params(donated)
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == greedy_tokens
+    engine.update_params(new)
+    request = engine.submit(PROMPTS[0], greedy())
+    new["up"].delete()
+    with pytest.raises(EngineDeadError, match="a step failed: params have been deleted, or don"):
+        engine.step()
+    assert "params have been deleted" in request.error
+    with pytest.raises(EngineDeadError, match="dead: params have been deleted, or donated"):
+        engine.step()
 
 
 COMPLETIONS = [[5, 6, 7], [], [9] * 20, [1], [*range(12)]]

@@ -182,6 +182,10 @@ class Weights:
         self._shardings = _shardings(model, params, placement)
         self.leaves = tuple(map(put, leaves, self._shardings))
 
+    @property
+    def are_deleted(self) -> bool:
+        return any(leaf.is_deleted() for leaf in self.leaves)
+
     def check(self, params: Any) -> None:
         """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
         structure = jax.tree.structure(params)
@@ -223,6 +227,9 @@ def _check_leaves(params: Any, name: str = "params") -> None:
         raise ValueError(f"{name}=None must be a pytree of arrays")
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if isinstance(leaf, jax.Array):  # also keys of random numbers
+            if leaf.is_deleted():
+                where = f"{name}{jax.tree_util.keystr(path)}"
+                raise ValueError(f"{where} has been deleted, or donated elsewhere")
             continue
         is_array = isinstance(leaf, np.ndarray | np.generic | int | float)
         dtype = np.asarray(leaf).dtype if is_array else np.dtype(object)

@@ -348,6 +348,8 @@ class Replicas:
 
     def die(self, error: BaseException, what: str) -> NoReturn:
         """End all requests and the calls in flight, also in other processes; raise the error."""
+        if isinstance(error, Exception) and any(one.weights.are_deleted for one in self._all):
+            error = EngineDeadError("params have been deleted, or donated elsewhere", error)
         self.error = error
         for replica in self._all:
             replica.fail(error)

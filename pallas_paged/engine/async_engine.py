@@ -20,11 +20,7 @@ import numpy as np
 from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.requests.input_processor import (
-    embeddings_of,
-    score_requests,
-    scores_of,
-)
+from pallas_paged.engine.requests.input_processor import embeddings_of, score_requests, scores_of
 from pallas_paged.engine.requests.request import (
     Event,
     OutputCollector,
@@ -167,11 +163,16 @@ class AsyncEngine:
             await self._call(self._abort, collector)
 
     async def update_params(
-        self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False
+        self,
+        params: Any,
+        *,
+        reset_prefix_cache: bool = True,
+        restart_running: bool = False,
+        draft_params: Any = None,
     ) -> None:
         """Use new weights from the next step on, as `Engine.update_params`."""
-        options = dict(reset_prefix_cache=reset_prefix_cache, restart_running=restart_running)
-        await self._call(self._engine.update_params, params, **options)
+        how = dict(reset_prefix_cache=reset_prefix_cache, restart_running=restart_running)
+        await self._call(self._engine.update_params, params, draft_params=draft_params, **how)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

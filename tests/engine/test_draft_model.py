@@ -1,5 +1,6 @@
 """Requests served with the drafts of a smaller model have the tokens that they have without."""
 
+import asyncio
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_paged.engine import EngineConfig
+from pallas_paged.engine import AsyncEngine, EngineConfig
 from pallas_paged.engine.device.pool import page_bytes
 from tests.support.draft_calls import (
     ALL,
@@ -150,6 +151,19 @@ def test_requests_go_on_after_aborts_and_new_weights_and_without_a_pool():
     assert found == wanted and accepted == drafted > 10
     found, (accepted, drafted) = results(drafting(), {})
     assert found == wanted and accepted < drafted / 2
+
+
+def test_an_async_engine_takes_new_weights_of_the_draft_model():
+    async def update_and_serve():
+        async with AsyncEngine(engine) as server:
+            await server.update_params(new, draft_params=new)
+            return [await server.submit(prompt, greedy()).complete() for prompt in PROMPTS]
+
+    engine, new = drafting(), weights(seed=2)
+    assert tokens_of(asyncio.run(update_and_serve())) == [
+        greedy_tokens(MODEL, new, prompt, 14) for prompt in PROMPTS
+    ]
+    assert_all_drafts_are_right(engine, least=18)
 
 
 def test_rows_beyond_the_draft_models_context_go_on_without_drafts():

@@ -89,6 +89,16 @@ def test_an_interrupted_call_is_complete_and_the_engine_goes_on(
     assert tokens_of(others) == [tokens for tokens in greedy_tokens[1:] for _ in range(2)]
 
 
+def test_a_ctrl_c_that_comes_before_it_is_held_back_ends_nothing(greedy_tokens, monkeypatch):
+    engine = make_engine()
+    requests = submit(engine, PROMPTS, greedy())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(signal, "signal", lambda *_: press_ctrl_c())
+        engine.step()
+    run(engine)
+    assert tokens_of(requests) == greedy_tokens
+
+
 def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
     """The step is not completed, so later tokens would be wrong."""
     engine = make_engine()

@@ -336,9 +336,10 @@ class Replicas:
 
         `only_if_multi_process`: only if there are other processes, whose state is then another one.
         """
-        completed = only_if_multi_process and self.num_processes == 1
+        completed = True  # before it begins
         try:
             with own_settings(), interrupts_held():
+                completed = only_if_multi_process and self.num_processes == 1
                 yield
                 completed = True
         except BaseException as error:

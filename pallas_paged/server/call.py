@@ -51,6 +51,11 @@ Entry = Mapping[int, Logprob]  # the token's own first
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
+def json_bytes(text: str) -> bytes:
+    """Return a text with JSON; of surrogates without a pair, which UTF-8 lacks, the escapes."""
+    return text.encode(errors="backslashreplace")
+
+
 class Answer(ABC):
     """The JSON of the completions of one request.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -178,7 +179,8 @@ async def read_fields(request: Request, max_bytes: int, bodies: Bodies) -> Field
         ) from None
     try:
         # JSON is UTF-8; of bytes, json would guess the encoding.
-        values = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        text = body.decode("utf-8-sig")
+        values = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -206,6 +208,10 @@ async def _read(request: Request, max_bytes: int, bodies: Bodies) -> bytes:
     if size > max_bytes:
         raise too_large
     return bytes(body)
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse_constant(text)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput
 from pallas_paged.engine.requests.request import RequestStream
-from pallas_paged.server.call import Call, Prompt, encode_json, field_of
+from pallas_paged.server.call import Call, Prompt, encode_json, field_of, json_bytes
 from pallas_paged.server.fields import APIError, bad_request
 from pallas_paged.server.service import Service
 
@@ -234,7 +234,7 @@ async def respond(service: Service, call: Call, request: Request) -> Response:
             for index, (prompt, output) in enumerate(results)
             for number, one in count.each(index, output)
         ]
-        return call.answer.body(choices, count.usage()).encode()
+        return json_bytes(call.answer.body(choices, count.usage()))
 
     # A thousand vectors are millions of numbers, for which other requests need not wait.
     content = body() if call.pooling is None else await asyncio.to_thread(body)
@@ -293,7 +293,8 @@ class EventStream(Response):
             self._has_started = True
             start = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
             await send(start)
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
+        body = json_bytes(text)
+        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 class _Count:

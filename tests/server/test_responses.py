@@ -11,6 +11,7 @@ from pallas_paged.server.fields import Fields  # noqa: E402
 from pallas_paged.server.responses import parse_response  # noqa: E402
 from tests.support.servers import expected_text, make_service, small_engine  # noqa: E402
 
+JSON = {"content-type": "application/json"}
 GREEDY = {"model": "small", "temperature": 0}
 RENDERED = "[system] Brief.\n[user] Hi\n[assistant] "
 CHOICE = {"enum": [{"a": 11}, {"a": 12}, {"a": 21}, {"a": 22}]}
@@ -38,6 +39,13 @@ def test_a_response_at_once_and_streamed(api):
     assert kinds[-4:] == ends and final.status == "incomplete"
     assert final.output[0].content[0].text == response.output_text
     assert final.usage.output_tokens == 12
+
+
+def test_fields_that_are_shown_may_have_surrogates_without_a_pair(client):
+    body = {"input": "Hi", "metadata": {"a": "\ud800\\"}, "max_output_tokens": 1}
+    for fields in body, body | {"stream": True}:
+        answer = client.post("/v1/responses", content=json.dumps(fields), headers=JSON)
+        assert answer.status_code == 200 and r'"metadata":{"a":"\ud800\\"}' in answer.text
 
 
 def test_a_forced_call_at_once_and_streamed(api):

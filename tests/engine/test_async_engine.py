@@ -46,6 +46,10 @@ async def test_outputs_add_up_to_those_of_the_engine_at_once_late_or_whole(engin
     assert result(await last.complete()) == result(expected)
     assert [result(one) async for one in late] == [result(expected)]
     assert [one async for one in late] == []
+    assert result(await late.complete()) == result(expected)
+    async for one in (half := engine.submit("1 2 3", params)):
+        if one.outputs:
+            assert result(await half.complete()) == result(expected)
 
 
 @pytest.mark.parametrize(("way", "num_steps"), [*zip(WAYS * 2, (0, 1, 2, 3, 5, 4, 1, 0))])  # noqa: B905

@@ -279,11 +279,12 @@ class RequestStream:
     async def complete(self) -> RequestOutput:
         """Wait for the end and return the complete output, in any event loop; wakes up only once.
 
-        To be called before anything else of the stream is read; errors as in `__iter__`.
+        Errors are as in `__iter__`.
         """
         self._collector.takes_complete = True
-        outputs = [output async for output in self]
-        return outputs[-1]
+        async for _ in self:
+            pass
+        return self.request.output()  # of all, also of what others have read
 
     async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs, in any event loop; errors as in `__iter__`."""

@@ -161,8 +161,12 @@ def test_a_restart_is_reported_once_and_its_cached_tokens_are_counted_once():
         ({"qkv": np.asarray(NEW["qkv"])[:, :, :-1]}, r"params\['qkv'\] is float32\(2, 64, 127\)"),
         ({"up": np.asarray(NEW["up"]).astype(ml_dtypes.bfloat16)}, r"params\['up'\] is bfloat16"),
         ({"up": "x"}, r"params\['up'\]='x' must be an array of numbers"),
-        ({"more": NEW["up"]}, "params have the structure"),
-        ({"up": None}, "params have the structure"),
+        ({"more": NEW["up"]}, r"params have the structure .*: with \['more'\]$"),
+        ({"up": None}, r"params have the structure .*: without \['up'\]$"),
+        (
+            {"up": {f"x{i}": 1.0 for i in range(999)}},
+            r"have the structure .{,450}: without \['up'\]$",
+        ),
         (None, "params have the structure"),  # a list
     ],
     ids=lambda x: x if isinstance(x, str) else "",

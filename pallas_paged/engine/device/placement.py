@@ -190,7 +190,11 @@ class Weights:
         """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
         structure = jax.tree.structure(params)
         if structure != self.structure:  # type: ignore[operator]
-            raise ValueError(f"{self.name} have the structure {structure}, not {self.structure}")
+            what = f"{self.name} have the structure {structure!s:.200}, not {self.structure!s:.200}"
+            given, known = map(_names, (params, jax.tree.unflatten(self.structure, self.leaves)))
+            differences = [f"without {name}" for name in known if name not in given]
+            differences += [f"with {name}" for name in given if name not in known]
+            raise ValueError(": ".join([what, *differences[:1]]))
         _check_leaves(params, self.name)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         for (path, new), old in zip(paths, self.leaves, strict=True):
@@ -219,6 +223,12 @@ def shapes_of(params: Any) -> dict[str, tuple[tuple[int, ...], str]]:
         jax.tree_util.keystr(path): (np.shape(leaf), jnp.result_type(leaf).name)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     }
+
+
+def _names(params: Any) -> list[str]:
+    """Return the path of each leaf."""
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [jax.tree_util.keystr(path) for path, _ in paths]
 
 
 def _check_leaves(params: Any, name: str = "params") -> None:

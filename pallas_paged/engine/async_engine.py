@@ -155,10 +155,7 @@ class AsyncEngine:
         self._engine._inputs.grammars.compile(structured_outputs)
 
     async def abort(self, request_id: str) -> None:
-        """End a request as it stands; its last output has the finish reason "abort".
-
-        Nothing happens if no unfinished request has this id.
-        """
+        """End the unfinished request of this id, if there is one; its finish reason is "abort"."""
         if (collector := self._collectors.get(request_id)) is not None:
             await self._call(self._abort, collector)
 

@@ -358,9 +358,7 @@ class Replicas:
             self.followers.close(error)
         if self.leader is not None:
             self.leader.fail(error)
-        if not isinstance(error, Exception):
-            raise error
-        raise EngineDeadError(what, error) from error
+        raise EngineDeadError(what, error) if isinstance(error, Exception) else error
 
     @own_settings()
     def follow(self) -> bool:

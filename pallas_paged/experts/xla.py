@@ -76,8 +76,7 @@ def weighted_sum(rows: jax.Array, weights: jax.Array | None, places: jax.Array) 
     """Return the sum over k of weights `[T, k]` times the rows at `places i32[T, k]`.
 
     XLA makes one loop of it, in which no array has axes of T, k and E. The barrier keeps it out of
-    what follows: a residual and its norm would each gather all rows anew, and such a norm of k
-    gathers takes XLA seconds to compile.
+    the norm that follows: to fuse k gathers with that takes XLA seconds of a compilation.
     """
     total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
     for j in range(places.shape[1]):

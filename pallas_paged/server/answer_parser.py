@@ -82,6 +82,7 @@ class AnswerParser:
         first = FIRST_HEADER if has_headers else CONTENT
         self._region = reasoning if is_thinking and reasoning else first
         self._rest, self._body, self._space = "", "", ""
+        self._num_read = 0  # characters of the rest that a call which is not valid had taken
         self._function = ""  # that a header names
         self._finder: CallFinder | None = None  # of the calls in a region that is not complete
         self._num_sent: list[int] = []  # characters of the arguments of those calls
@@ -105,18 +106,27 @@ class AnswerParser:
         """Take the text that has come, but for what may be the beginning of a marker."""
         while (found := self._next_marker()) is not None:
             at, marker = found
-            self._take(self._rest[:at])
-            self._rest = self._rest[at + len(marker) :]
-            if self._region.kind == "call" and (finder := self._find(None)) and finder.is_in_string:
+            was_read = at < self._num_read
+            self._take(self._cut(at))
+            self._cut(len(marker))
+            if self._region.kind == "call" and not was_read and self._ends_in_string():
                 self._take(marker)
                 continue
             if self._region is not CONTENT:
                 marker = self._close(marker)
             self._open(marker)
         held = 0 if is_last else max((_overlap(self._rest, x) for x in self._markers()), default=0)
-        end = len(self._rest) - held
-        self._take(self._rest[:end])
-        self._rest = self._rest[end:]
+        self._take(self._cut(len(self._rest) - held))
+
+    def _cut(self, size: int) -> str:
+        """Return the beginning of the rest, without which it goes on."""
+        text, self._rest = self._rest[:size], self._rest[size:]
+        self._num_read = max(0, self._num_read - size)
+        return text
+
+    def _ends_in_string(self) -> bool:
+        """Whether a region of calls ends within a string so far."""
+        return (finder := self._find(None)) is not None and finder.is_in_string
 
     def _markers(self) -> list[str]:
         if self._region is not CONTENT:
@@ -194,7 +204,8 @@ class AnswerParser:
         """Read the calls of a region that a marker, or nothing, has ended.
 
         Returns:
-            The marker. If the calls are not valid, the first that seemed to be in a string counts.
+            The marker. If the calls are not valid, the first that seemed to be in a string counts,
+            and so does each in what is read again: an answer is read twice at most.
         """
         try:
             calls = read_calls(self._function, self._body, self._schemas)
@@ -202,7 +213,8 @@ class AnswerParser:
             found = [(at, x) for x in region.close if (at := self._body.find(x)) >= 0]
             if found:
                 at, first = min(found)
-                self._rest = self._body[at + len(first) :] + marker + self._rest
+                again = self._body[at + len(first) :] + marker
+                self._rest, self._num_read = again + self._rest, len(again) + self._num_read
                 self._body, marker = self._body[:at], first
             before = "" if region.keeps_open else region.open
             self._emit("content", before + self._body + ("" if marker in self._openers else marker))

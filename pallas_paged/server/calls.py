@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
+
+from pallas_paged.server.fields import refuse_constant
 
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
@@ -131,11 +133,7 @@ class CallFinder:
             call.quoted = value
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+_decoder = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def read_calls(function: str, body: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:

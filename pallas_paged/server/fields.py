@@ -180,7 +180,7 @@ async def read_fields(request: Request, max_bytes: int, bodies: Bodies) -> Field
     try:
         # JSON is UTF-8; of bytes, json would guess the encoding.
         text = body.decode("utf-8-sig")
-        values = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        values = json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -211,8 +211,9 @@ async def _read(request: Request, max_bytes: int, bodies: Bodies) -> bytes:
 
 
 def _finite(text: str) -> float:
-    return value if math.isfinite(value := float(text)) else _refuse_constant(text)
+    return value if math.isfinite(value := float(text)) else refuse_constant(text)
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's JSON has."""
     raise ValueError(f"{name} is not a JSON number")

@@ -3,6 +3,7 @@
 import pytest
 
 from pallas_paged.server.answer_parser import AnswerParser, Parts
+from pallas_paged.server.calls import CallFinder
 from pallas_paged.server.tools import find_formats
 
 A, B = ("f", '{"a": 1}'), ("g", '{"b": "é"}')
@@ -163,6 +164,15 @@ def test_what_is_no_call_sends_no_pieces():
     text = "[TOOL_CALLS]" + "x" * 1000 + '{"a": 1}'  # found at its end, and not while it arrives
     *_, calls, incomplete = pushed([*text], ("mistral", "none"))
     assert calls == [("x" * 1000, '{"a": 1}')] and not incomplete
+
+
+def test_calls_that_are_not_valid_are_read_twice_at_most(monkeypatch):
+    """Each would else read all that follow, as their markers are in strings of its own."""
+    calls, read = [], CallFinder.read
+    monkeypatch.setattr(CallFinder, "read", lambda self, x: (calls.append(1), read(self, x)))
+    text = '<tool_call>{"</tool_call>"' * 500
+    assert pushed([text], HERMES) == (text, "", [], [])
+    assert len(calls) < 3 * 500
 
 
 @pytest.mark.parametrize("size", [1, 7, 999])

@@ -192,8 +192,8 @@ class Weights:
         if structure != self.structure:  # type: ignore[operator]
             what = f"{self.name} have the structure {structure!s:.200}, not {self.structure!s:.200}"
             given, known = map(_names, (params, jax.tree.unflatten(self.structure, self.leaves)))
-            differences = [f"without {name}" for name in known if name not in given]
-            differences += [f"with {name}" for name in given if name not in known]
+            differences = [f"without {name}" for name in sorted(known - given)]
+            differences += [f"with {name}" for name in sorted(given - known)]
             raise ValueError(": ".join([what, *differences[:1]]))
         _check_leaves(params, self.name)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -225,10 +225,10 @@ def shapes_of(params: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     }
 
 
-def _names(params: Any) -> list[str]:
+def _names(params: Any) -> set[str]:
     """Return the path of each leaf."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    return [jax.tree_util.keystr(path) for path, _ in paths]
+    return {jax.tree_util.keystr(path) for path, _ in paths}
 
 
 def _check_leaves(params: Any, name: str = "params") -> None:

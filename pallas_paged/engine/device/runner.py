@@ -18,12 +18,7 @@ from pallas_paged.engine.device.compilation import Compilation
 from pallas_paged.engine.device.compiled_steps import CompiledSteps, Step
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.program import fit_mode
-from pallas_paged.engine.device.state import (
-    TableArrays,
-    create_history,
-    set_slot,
-    slot_states,
-)
+from pallas_paged.engine.device.state import TableArrays, create_history, set_slot, slot_states
 from pallas_paged.engine.requests.grammar import empty_masks, fill_masks
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingMode

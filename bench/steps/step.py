@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -168,7 +169,7 @@ def step_table(named: Sequence[tuple[Sequence[str], dict[str, Any]]], *heads: st
     rows = []
     for names, one in named:
         kernels = one["kernels"]
-        launches = sum(kernel["launches"] for kernel in kernels) if kernels else None
+        launches = math.fsum(kernel["launches"] for kernel in kernels) if kernels else None
         cells = (
             number(one["wall_us"], ".0f"),
             number(one["kernel_us"], ".0f"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pallas_paged.engine.device.batch import StepOutput
+from pallas_paged.engine.device.compilation import own_settings
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.runner import ModelRunner
@@ -173,6 +174,7 @@ class Replica:
         self.scheduler.resync(self.num_pages)
         self.runner.executor.sleep()
 
+    @own_settings()
     def check(self) -> None:
         """Wait for the devices; raise ValueError if an invariant of the page table is broken."""
         cached = self.cache.pages if self.cache is not None else ()

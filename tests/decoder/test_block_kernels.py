@@ -29,6 +29,8 @@ LLAMAS = [(2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144), (3072, 3072, 8192
 QWEN = (2048, 1024, 3072, 4096)
 LAST_OF_QWEN = (2048, 1024, 3072, 0)
 INTERPRETED = dict(eps=1e-5, interpret=True)
+# The last one of each product is not full.
+TILES = dict(o_tile=40, gate_up_tile=48, down_tile=24, qkv_tile=56)
 
 
 def sizes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, int]:
@@ -62,19 +64,20 @@ def batch_config(rows, sizes, num_clusters=1, cluster_size=1, **more):
 
 
 @pytest.mark.parametrize(
-    ("splits", "stages", "dtype", "size", "hidden", "biases"),
+    ("splits", "stages", "tiles", "dtype", "size", "hidden", "biases"),
     [
-        ((2, 4), (3, 2), jnp.bfloat16, 512, 1024, ()),
+        ((2, 4), (3, 2), {}, jnp.bfloat16, 512, 1024, ()),
+        ((2, 2), (3, 2), TILES, jnp.bfloat16, 832, 960, ("o", "qkv")),
         *slow(
             [
-                ((4, 2), (2, 2), jnp.float16, 512, 1024, ()),
-                ((1, 1), (6, 6), jnp.bfloat16, 512, 1024, ()),
-                ((2, 2), (3, 2), jnp.bfloat16, 832, 960, ("o", "qkv")),
+                ((4, 2), (2, 2), TILES, jnp.float16, 512, 1024, ()),
+                ((1, 1), (6, 6), {}, jnp.bfloat16, 512, 1024, ()),
+                ((2, 2), (3, 2), {}, jnp.bfloat16, 832, 960, ("o", "qkv")),
             ]
         ),
     ],
 )
-def test_one_row_equals_the_separate_steps(splits, stages, dtype, size, hidden, biases):
+def test_one_row_equals_the_separate_steps(splits, stages, tiles, dtype, size, hidden, biases):
     sizes = 1024, size, hidden, 192
     attended, x, w = operands(1, sizes, dtype)
     w |= {f"{name}_bias": draw(9, len(w[name]), dtype=dtype) for name in biases}
@@ -84,6 +87,7 @@ def test_one_row_equals_the_separate_steps(splits, stages, dtype, size, hidden, 
         down_splits=splits[1],
         num_stages=stages[0],
         num_in_flight=stages[1],
+        **tiles,
     )
     weights = BlockWeights(**w)
     mailboxes = new_mailboxes(config, weights)
@@ -126,7 +130,9 @@ def test_one_row_has_the_splits_that_give_each_program_a_tile():
         for sizes in (*LLAMAS[:2], LAST_OF_QWEN)
     ]
     found = [(x.o_splits, x.down_splits, x.num_stages) for x in configs]
-    assert found == [(4, 4, 6), (2, 2, 6), (8, 4, 6)]
+    assert found == [(4, 4, 6), (2, 2, 6), (4, 4, 6)]
+    tiles = [(x.o_tile, x.gate_up_tile, x.down_tile, x.qkv_tile) for x in configs]
+    assert tiles[:2] == [(64, 64, 64, 24), (64, 56, 64, 48)]
 
 
 @pytest.mark.parametrize("sizes", [QWEN, *LLAMAS])

@@ -17,9 +17,6 @@ from pallas_paged.decoder.kernels.one_row_product import Product
 from pallas_paged.decoder.kernels.one_row_refs import new_mailboxes
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.kernels.mosaic_sm90.config import (
-    EXPERTS_UNIT,
-    HIDDEN_UNIT,
-    ROW_UNIT,
     DecoderBlockConfig,
     decoder_block_config,
 )
@@ -54,11 +51,11 @@ ODD_SIZES = 512, 832, 192, 128, 32
 
 
 @pytest.mark.parametrize(
-    ("routing", "w"),
-    [(QWEN, routed_weights(*SIZES)), (GPT_OSS, routed_weights(*ODD_SIZES, biases=True))],
+    ("routing", "w", "tile"),
+    [(QWEN, routed_weights(*SIZES), 64), (GPT_OSS, routed_weights(*ODD_SIZES, biases=True), 40)],
     ids=["Qwen", "gpt-oss"],
 )
-def test_the_row_goes_through_the_experts_with_the_largest_logits(routing, w):
+def test_the_row_goes_through_the_experts_with_the_largest_logits(routing, w, tile):
     """The second call has the mailbox that the first one cleared."""
     config = DecoderBlockConfig(
         num_programs=1,
@@ -66,6 +63,7 @@ def test_the_row_goes_through_the_experts_with_the_largest_logits(routing, w):
         down_splits=routing.num_experts_per_tok,
         router_splits=2,
         num_stages=3,
+        **dict.fromkeys(("o_tile", "gate_up_tile", "down_tile", "qkv_tile"), tile),
     )
     mailboxes = new_mailboxes(config, w)
     how = dict(eps=1e-5, config=config, routing=routing, interpret=True)
@@ -136,15 +134,15 @@ def test_blocks_and_items_cover_sizes_that_are_no_multiples():
     splits = config.o_splits, config.down_splits, config.router_splits
     assert (*splits, config.num_stages) == (2, 4, 4, 6)
 
-    def check(shape, num_tiles, num_blocks, **how):
+    def check(shape, num_features, num_items, num_blocks, **how):
         weight = jax.ShapeDtypeStruct(shape, np.float16)
-        product = Product(weight, num_programs=132, **how)
+        product = Product(weight, num_programs=132, num_features=num_features, **how)
         items = sum(int(product.num_items(np.int32(i))) for i in range(132))
-        assert (items, product.num_blocks) == (num_tiles, num_blocks)
+        assert (items, product.num_blocks) == (num_items, num_blocks)
 
-    check((size, attended), 48 * 2, 8, num_splits=2, unit=ROW_UNIT)
-    check((num_experts, size), 2 * 4, 3, num_splits=4, unit=EXPERTS_UNIT)
-    experts = dict(num_splits=4, experts=())
-    check((num_experts, size, 2, size), 48 * 4, 23, unit=HIDDEN_UNIT, **experts)
-    check((num_experts, size, size), 48 * 4, 12, unit=ROW_UNIT, **experts)
-    check((5120, size), 80, 12)
+    check((size, attended), 3072, 64 * 2, 8, num_splits=2, tile=config.o_tile)
+    check((num_experts, size), 128, 2 * 4, 3, num_splits=4)
+    experts = dict(num_splits=4, experts=(), tile=config.gate_up_tile)
+    check((num_experts, size, 2, size), 3072, 64 * 4, 23, **experts)
+    check((num_experts, size, size), 3072, 64 * 4, 12, **experts)
+    check((5120, size), 5120, 128, 12, tile=config.qkv_tile)

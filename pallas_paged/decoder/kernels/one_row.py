@@ -41,20 +41,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, wait_for_mail
+from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, tile_indices, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
 from pallas_paged.decoder.kernels.one_row_product import (
     HALF,
-    Product,
     multiply_by_row,
-    pad_for_interpreter,
+    products_of,
 )
 from pallas_paged.decoder.kernels.one_row_refs import (
     CLEARED,
     OneRowOutputs,
     OneRowScratch,
+    features_of,
     output_types,
-    padded_sizes,
     scratch_types,
 )
 from pallas_paged.decoder.kernels.one_row_router import choose, logits_layout
@@ -62,14 +61,10 @@ from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights, Rou
 from pallas_paged.experts.kernels.grouped import activate
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic_sm90.config import (
-    EXPERTS_UNIT,
-    HIDDEN_UNIT,
-    ROW_UNIT,
-    DecoderBlockConfig,
-    padded,
-)
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
+from pallas_paged.kernels.mosaic_sm90.config import (
+    DecoderBlockConfig,
+)
 
 _AWAITED = 16384  # elements of partial sums that the registers of a warpgroup hold at once
 
@@ -82,47 +77,51 @@ def _block_kernel(
     eps: float,
     config: DecoderBlockConfig,
     routing: Routing | None,
+    features: dict[str, int],
     real_experts: int,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
     program, weights = lax.axis_index("program"), inputs.weights
-    num_stages, (size, hidden_size) = scratch.weights.shape[0], padded_sizes(weights)
-    real_size, num_experts = inputs.residual.shape[1], padded(real_experts, EXPERTS_UNIT)
-    dtype, num_in_flight = scratch.x.dtype, config.num_in_flight
-    product_of = functools.partial(Product, num_programs=config.num_programs)
-    o = product_of(weights.o, weights.o_bias, num_splits=config.o_splits, unit=ROW_UNIT)
-    gate_up = product_of(weights.gate_up, weights.gate_up_bias, unit=HIDDEN_UNIT)
-    down = product_of(weights.down, weights.down_bias, num_splits=config.down_splits, unit=ROW_UNIT)
-    if routing is not None:
-        router = product_of(weights.router, num_splits=config.router_splits, unit=EXPERTS_UNIT)
-        of_experts: Any = dict(num_splits=config.down_splits, experts=scratch.choice.experts)
-        gate_up, down = (dataclasses.replace(x, **of_experts) for x in (gate_up, down))
-    qkv = None if weights.qkv is None else product_of(weights.qkv, weights.qkv_bias)
+    num_stages, dtype = scratch.weights.shape[0], scratch.x.dtype
+    size, hidden_size, num_experts = (features.get(name, 0) for name in ("o", "gate_up", "router"))
+    real_size = inputs.residual.shape[1]
+    experts = None if routing is None else scratch.choice.experts
+    products = products_of(weights, config, features, experts)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
-    def send(product, sent):
-        def send_item(index, sent):
+    def wait_for_blocks(arrived, end):
+        """Wait until blocks before `end` have arrived; return how many have."""
+
+        @pl.loop(arrived, end)
+        def _(block):
+            plgpu.barrier_wait(scratch.full.at[lax.rem(block, num_stages)])
+
+        return jnp.maximum(arrived, end)
+
+    def send(product, counts):
+        """Send a program's items; return how many blocks were sent and have arrived until now."""
+        tile = product.tile
+        num_in_flight = min(round(config.num_in_flight * TILE / tile), num_stages)
+
+        def send_item(index, counts):
             features, split = product.item(program, index)
 
-            def send_block(block, sent):
+            def send_block(block, counts):
+                sent, arrived = counts
                 stage = ops.free_stage(scratch.free, sent)
-
-                @pl.when(sent >= num_in_flight)
-                def _():
-                    plgpu.barrier_wait(scratch.full.at[lax.rem(sent - num_in_flight, num_stages)])
-
+                arrived = wait_for_blocks(arrived, sent + 1 - num_in_flight)
                 for i, half in enumerate(product.halves(features, split, block)):
                     plgpu.copy_gmem_to_smem(
                         half,
-                        scratch.weights.at[stage, pl.ds(i * TILE, TILE)],
+                        scratch.weights.at[stage, pl.ds(i * TILE, tile)],
                         scratch.full.at[stage],
                     )
-                return sent + 1
+                return sent + 1, arrived
 
-            return lax.fori_loop(0, product.num_blocks, send_block, sent)
+            return lax.fori_loop(0, product.num_blocks, send_block, counts)
 
-        return lax.fori_loop(0, product.num_items(program), send_item, sent)
+        return lax.fori_loop(0, product.num_items(program), send_item, counts)
 
     def strided(num_elements):
         return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
@@ -156,7 +155,8 @@ def _block_kernel(
 
         def multiply_item(index, used):
             features, split = product.item(program, index)
-            add_bias = product.add_bias(features, split)  # loaded before the product
+            # Loaded before the product.
+            add_bias = product.add_bias(features, split, interpret=interpret)
             start = 0 if product.experts is not None else split * product.num_columns
             if load_x is not None:
                 load_x(pl.ds(split * product.num_columns, product.num_columns))
@@ -179,7 +179,7 @@ def _block_kernel(
                 accs = [accs[0] + accs[1]]
             is_x = ops.iota((TILE, 8), 1, ops.WGMMA) == 0
             sums = [jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs]
-            store(features, split, add_bias(sums))
+            store(features.start, product.count(features), split, add_bias(sums))
             return used
 
         return lax.fori_loop(0, product.num_items(program), multiply_item, used)
@@ -189,22 +189,23 @@ def _block_kernel(
     attended_start = down_start + config.down_splits * size
     logits_start = attended_start + weights.o.shape[1]
 
-    def publish_part(start, features, split, sums, size=size):
-        publish(inputs.mailbox, start + split * size + features.start, sums[0], interpret=interpret)
+    def publish_part(start, first, count, split, sums, size=size):
+        place = start + split * size + first
+        publish(inputs.mailbox, place, sums[0], count, interpret=interpret)
 
-    def publish_down(features, split, sums):
+    def publish_down(first, count, split, sums):
         if routing is not None:  # rounded as the rows of experts are
             row = sums[0].astype(dtype).astype(jnp.float32)
             sums = [row * scratch.choice.weights[split]]
-        publish_part(down_start, features, split, sums)
+        publish_part(down_start, first, count, split, sums)
 
-    def publish_hidden(features, split, sums):
+    def publish_hidden(first, count, split, sums):
         # Rounded as separate products are.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
         limit = None if routing is None else routing.swiglu_limit
         hidden = activate(gate, up, limit).astype(dtype).astype(jnp.float32)
         start = 0 if routing is None else split * hidden_size
-        publish(inputs.mailbox, start + features.start, hidden, interpret=interpret)
+        publish(inputs.mailbox, start + first, hidden, count, interpret=interpret)
 
     def wait_for_row(first, columns):
         (row,) = wait_for_mail(
@@ -222,8 +223,10 @@ def _block_kernel(
         else:
             set_x(ops.load(inputs.attended.at[0, columns], strided(columns.size)))
 
-    def store_out(features, split, sums):
-        ops.store(outputs.out.at[0, features], sums[0].astype(dtype))
+    def store_out(first, count, split, sums):
+        indices = tile_indices(first, count)
+        values = sums[0].astype(dtype)
+        ops.scatter(outputs.out, indices, values, ops.WGMMA_ROW, interpret=interpret)
 
     def sum_of_parts(start, num_splits, size, layout):
         total = None
@@ -273,14 +276,15 @@ def _block_kernel(
         else:
             ops.wait_for_previous_kernel(interpret=interpret)
         clear(inputs.next_mailbox)
-        used = multiply(o, 0, load_x=load_attended, store=functools.partial(publish_part, o_start))
+        store = functools.partial(publish_part, o_start)
+        used = multiply(products["o"], 0, load_x=load_attended, store=store)
         # Loaded before the results of other programs: then nothing waits for them after these.
         residual = load_row(inputs.residual.at[0], scratch.residual)
         norm = load_row(weights.mlp_norm, scratch.x)
         add_and_norm(residual, o_start, config.o_splits, norm)
         if routing is not None:
             store = functools.partial(publish_part, logits_start, size=num_experts)
-            used = multiply(router, used, store=store)
+            used = multiply(products["router"], used, store=store)
             layout = logits_layout(num_experts)
             logits = sum_of_parts(logits_start, config.router_splits, num_experts, layout)
             experts = choose(logits, weights.router_bias, scratch.choice, routing, real_experts)
@@ -289,13 +293,9 @@ def _block_kernel(
             def _():
                 ops.store(outputs.experts, experts)
 
-        used = multiply(gate_up, used, store=publish_hidden)
-        used = multiply(
-            down,
-            used,
-            load_x=functools.partial(wait_for_row, 0),
-            store=publish_down,
-        )
+        used = multiply(products["gate_up"], used, store=publish_hidden)
+        load_hidden = functools.partial(wait_for_row, 0)
+        used = multiply(products["down"], used, load_x=load_hidden, store=publish_down)
         residual = plgpu.load(scratch.residual, layout=vector)
         norm = load_row(weights.out_norm, scratch.x)
         residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
@@ -305,7 +305,7 @@ def _block_kernel(
             @pl.when(program == 0)
             def _():
                 ops.store(outputs.residual.at[0], residual)
-                if qkv is None:
+                if "qkv" not in products:
                     ops.store(outputs.out.at[0], normed)
 
         else:
@@ -315,22 +315,22 @@ def _block_kernel(
             def _(i):
                 tile = pl.ds((program + i * n) * TILE, TILE)
                 rows = [(outputs.residual, scratch.residual), (outputs.out, scratch.x)]
-                for to, row in rows if qkv is None else rows[:1]:
+                for to, row in rows[:1] if "qkv" in products else rows:
                     ops.store(to.at[0, tile], ops.load_shared(row.at[tile], ops.WGMMA_ROW))
 
-        if qkv is not None:
-            multiply(qkv, used, store=store_out)
+        if "qkv" in products:
+            multiply(products["qkv"], used, store=store_out)
 
     @pl.when(lax.axis_index("wg") == 1)
     def _send():
-        sent = send(o, jnp.int32(0))
-        if routing is not None:
-            sent = send(router, sent)
-            plgpu.barrier_wait(scratch.choice.chosen)
-        for product in (gate_up, down, *(() if qkv is None else (qkv,))):
-            sent = send(product, sent)
+        counts = jnp.int32(0), jnp.int32(0)
+        for name, product in products.items():
+            counts = send(product, counts)
+            if name == "router":
+                plgpu.barrier_wait(scratch.choice.chosen)
+        sent, arrived = counts
         ops.drain(scratch.free, sent)
-        ops.drain(scratch.full, sent, num_in_flight)
+        wait_for_blocks(arrived, sent)
 
 
 def between_attentions(
@@ -358,15 +358,28 @@ def between_attentions(
         routing: how experts are chosen, of weights with a router.
     """
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
+    features, given = features_of(weights), weights
+    if interpret:
+        experts = None if routing is None else ()
+        products = products_of(weights, config, features, experts)
+        given = dataclasses.replace(
+            weights, **{name: product.padded_weight() for name, product in products.items()}
+        )
     inputs = BlockInputs(
         attended=attended,
         residual=residual,
-        weights=pad_for_interpreter(weights, config) if interpret else weights,
+        weights=given,
         mailbox=mailbox,
         next_mailbox=next_mailbox,
     )
     real_experts = 0 if weights.router is None else len(weights.router)
-    how: Any = dict(eps=eps, config=config, routing=routing, real_experts=real_experts)
+    how: Any = dict(
+        eps=eps,
+        config=config,
+        routing=routing,
+        features=features,
+        real_experts=real_experts,
+    )
     outputs = ops.run_kernel(
         functools.partial(_block_kernel, **how, interpret=interpret),
         inputs,

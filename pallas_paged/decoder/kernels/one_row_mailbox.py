@@ -18,46 +18,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 
 EMPTY = -1  # not yet published: as f32 a NaN that `publish` avoids
 
 
-def publish(mailbox: Any, start: Any, values: jax.Array, *, interpret: bool) -> None:
-    """Publish 64 sums of wgmma, f32 with one value per row, in a mailbox i32[W] in device memory.
+def tile_indices(start: Any, count: Any) -> jax.Array:
+    """Return i32`[64]`, the places of a tile's values from `start` on, -1 behind `count`."""
+    row = ops.iota((TILE,), 0, ops.WGMMA_ROW)
+    return jnp.where(row < count, start + row, jnp.full_like(row, -1))
 
-    Other programs of the kernel read them with `wait_for_mail`.
+
+def publish(
+    mailbox: Any, start: Any, values: jax.Array, count: Any = TILE, *, interpret: bool
+) -> None:
+    """Publish sums of wgmma, f32`[64]` with one value per row, or the first `count` of them.
+
+    Other programs of the kernel read them with `wait_for_mail`, in a mailbox i32`[W]` in device
+    memory.
     """
     # Arithmetic does not make the NaN that means empty, but inputs may hold it.
     values = jnp.where(values == values, values, jnp.full_like(values, jnp.nan))
-    where = mailbox.at[pl.ds(start, values.shape[0])]
     if interpret:
-        where[...] = lax.bitcast_convert_type(values, jnp.int32)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA_ROW))
-    def store(_, where, values):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, vector
-
-        i32 = ir.IntegerType.get_signless(32)
-        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
-        # A thread has rows `row` and `row + 8`, as do the three beside it.
-        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
-        first, second = (vector.extract(x, [], [0]) for x in values.registers.flat)
-        utils.inline_ptx(
-            "{ .reg .pred p; .reg .b64 a; mad.wide.u32 a, $1, 4, $0; setp.eq.u32 p, $2, 0;"
-            " @p st.relaxed.gpu.global.f32 [a], $3; @p st.relaxed.gpu.global.f32 [a+32], $4; }",
-            utils.memref_ptr(where),
-            row,
-            arith.remui(lane, utils.c(4, i32)),
-            first,
-            second,
-            has_side_effects=True,
-        )
-
-    store(where, values)
+        values = lax.bitcast_convert_type(values, jnp.int32)
+    indices = tile_indices(start, count)
+    ops.scatter(mailbox, indices, values, ops.WGMMA_ROW, strong=True, interpret=interpret)
 
 
 def wait_for_mail(

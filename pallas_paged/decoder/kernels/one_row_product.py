@@ -14,14 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.decoder.kernels.operands import BlockWeights
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic_sm90.config import (
-    EXPERTS_UNIT,
-    HIDDEN_UNIT,
-    ROW_UNIT,
-    DecoderBlockConfig,
-    padded,
-)
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
+from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, padded
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
 HALF = 128  # columns of a half of a stage: both halves of a block are 32 KB
@@ -33,15 +27,16 @@ class Product:
 
     A work item is a tile of features and one part of the columns, or one expert; a program has
     every `num_programs`-th item. Behind the end of a weight are zeros: a copy writes them to shared
-    memory and reads nothing.
+    memory and reads nothing. Behind a tile of less than 64 features is what was there before.
     """
 
     weight: Any  # ref [N, K] or [N, 2, K], or of experts [X, N, K] or [X, N, 2, K]
     bias: Any = None  # ref [N] or [N, 2], or of experts, to device memory
     _: dataclasses.KW_ONLY
     num_programs: int
+    num_features: int  # with padding; of each expert
+    tile: int = TILE  # features of an item
     num_splits: int = 1
-    unit: int = TILE  # features are padded to a multiple of it
     experts: Any = None  # ref i32 to shared memory, the expert of each split
 
     @property
@@ -63,14 +58,18 @@ class Product:
 
     def num_items(self, program: Any) -> Any:
         """Return how many items a program has."""
-        num_features = padded(self.weight.shape[self.experts is not None], self.unit)
-        total = num_features // TILE * self.num_splits
+        total = -(-self.num_features // self.tile) * self.num_splits
         return lax.div(total - 1 - program + self.num_programs, self.num_programs)
 
     def item(self, program: Any, index: Any) -> tuple[Any, Any]:
         """Return the features of an item, as a slice, and its part of the columns."""
         item = program + index * self.num_programs
-        return pl.ds(lax.div(item, self.num_splits) * TILE, TILE), lax.rem(item, self.num_splits)
+        first = lax.div(item, self.num_splits) * self.tile
+        return pl.ds(first, self.tile), lax.rem(item, self.num_splits)
+
+    def count(self, features: Any) -> Any:
+        """Return how many features of an item there are: the last one may have fewer."""
+        return jnp.minimum(self.tile, self.num_features - features.start)
 
     def halves(self, features: Any, split: Any, block: Any) -> list[Any]:
         """Return the refs to the two halves of a block."""
@@ -82,42 +81,63 @@ class Product:
         first += block * 2 * HALF
         return [weight.at[features, pl.ds(first + i * HALF, HALF)] for i in range(2)]
 
-    def add_bias(self, features: Any, split: Any) -> Callable[[list[Any]], list[Any]]:
+    def padded_weight(self) -> jax.Array:
+        """Return the weight, an array, with the zeros that a copy writes behind it."""
+        sizes = list(self.weight.shape)
+        sizes[self.experts is not None] = -(-self.num_features // self.tile) * self.tile
+        sizes[-1] = self.num_columns * (self.num_splits if self.experts is None else 1)
+        more = [(0, size - old) for size, old in zip(sizes, self.weight.shape, strict=True)]
+        return jnp.pad(self.weight, more)
+
+    def add_bias(
+        self, features: Any, split: Any, *, interpret: bool
+    ) -> Callable[[list[Any]], list[Any]]:
         """Load the bias of an item; return a function that adds it to the item's sums."""
         bias = self.bias
         if bias is None:
             return lambda sums: sums
         if self.experts is not None:
             bias = bias.at[self.experts[split]]
-        is_here = features.start < bias.shape[0]
+        count = bias.shape[0] - features.start
         if self.experts is None:
-            is_here &= split == 0  # once
-        place = pl.ds(jnp.minimum(features.start, bias.shape[0] - TILE), TILE)
-        refs = [bias.at[place, i] for i in range(2)] if self.is_pair else [bias.at[place]]
-        loaded = [ops.load(ref, ops.WGMMA_ROW).astype(jnp.float32) for ref in refs]
-        factor = jnp.where(is_here, 1.0, 0.0)
+            count = jnp.where(split == 0, count, 0)  # once
+        row = ops.iota((TILE,), 0, ops.WGMMA_ROW)
+        place = jnp.minimum(features.start + row, bias.shape[0] - 1)
+        places = [2 * place + i for i in range(2)] if self.is_pair else [place]
+        loaded = [
+            ops.gather(bias, place, ops.WGMMA_ROW, interpret=interpret).astype(jnp.float32)
+            for place in places
+        ]
+        factor = jnp.where(row < count, 1.0, 0.0)
         return lambda sums: [x + y * factor for x, y in zip(sums, loaded, strict=True)]
 
 
-def pad_for_interpreter(weights: BlockWeights, config: DecoderBlockConfig) -> BlockWeights:
-    """Return weights with the zeros that copies of a GPU write, and the interpreter does not."""
+def products_of(
+    weights: BlockWeights, config: DecoderBlockConfig, features: dict[str, int], experts: Any
+) -> dict[str, Product]:
+    """Return the products of a block, by the names of their weights.
 
-    def pad(weight: jax.Array, *units: int) -> jax.Array:
-        sizes = weight.shape[weight.ndim - len(units) :]
-        more = [(0, padded(size, unit) - size) for size, unit in zip(sizes, units, strict=True)]
-        return jnp.pad(weight, [(0, 0)] * (weight.ndim - len(units)) + more)
-
-    block, router, down_splits = 2 * HALF, weights.router, config.down_splits
-    if router is not None:
-        router, down_splits = pad(router, EXPERTS_UNIT, config.router_splits * block), 1
-    return dataclasses.replace(
-        weights,
-        o=pad(weights.o, ROW_UNIT, config.o_splits * block),
-        gate_up=pad(weights.gate_up, HIDDEN_UNIT, 1, HALF),
-        down=pad(weights.down, ROW_UNIT, down_splits * block),
-        qkv=None if weights.qkv is None else pad(weights.qkv, TILE, block),
-        router=router,
-    )
+    Args:
+        weights: refs, or arrays.
+        config: of the kernel.
+        features: of each weight, with padding, as `one_row_refs.features_of`.
+        experts: of the products with gate, up and down, or None.
+    """
+    splits = dict(o=config.o_splits, down=config.down_splits, router=config.router_splits)
+    if experts is not None:
+        splits["gate_up"] = config.down_splits
+    return {
+        name: Product(
+            getattr(weights, name),
+            None if name == "router" else getattr(weights, f"{name}_bias"),  # it is for the choice
+            num_programs=config.num_programs,
+            num_features=num_features,
+            tile=getattr(config, f"{name}_tile", TILE),
+            num_splits=splits.get(name, 1),
+            experts=experts if name in ("gate_up", "down") else None,
+        )
+        for name, num_features in features.items()
+    }
 
 
 def multiply_by_row(

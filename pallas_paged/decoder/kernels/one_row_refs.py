@@ -49,10 +49,14 @@ class OneRowScratch:
     choice: Any = None  # `ChoiceScratch`
 
 
-def padded_sizes(weights: BlockWeights) -> tuple[int, int]:
-    """Return the sizes of a row and of `hidden`, of one expert, in shared memory and mailboxes."""
-    size, hidden_size = weights.mlp_norm.shape[0], weights.gate_up.shape[-3]
-    return padded(size, ROW_UNIT), padded(hidden_size, HIDDEN_UNIT)
+def features_of(weights: BlockWeights) -> dict[str, int]:
+    """Return the features of each weight, in the order of use, as they are padded in mailboxes."""
+    size = padded(weights.mlp_norm.shape[0], ROW_UNIT)
+    features = {"o": size}
+    if weights.router is not None:
+        features["router"] = padded(len(weights.router), EXPERTS_UNIT)
+    features |= {"gate_up": padded(weights.gate_up.shape[-3], HIDDEN_UNIT), "down": size}
+    return features if weights.qkv is None else {**features, "qkv": len(weights.qkv)}
 
 
 def output_types(weights: BlockWeights, dtype: Any) -> OneRowOutputs:
@@ -67,7 +71,8 @@ def output_types(weights: BlockWeights, dtype: Any) -> OneRowOutputs:
 
 def scratch_types(weights: BlockWeights, config: DecoderBlockConfig, dtype: Any) -> OneRowScratch:
     """Return the types of the refs in shared memory."""
-    size, hidden_size = padded_sizes(weights)
+    features = features_of(weights)
+    size, hidden_size = features["o"], features["gate_up"]
     if weights.router is None:
         hidden_size //= config.down_splits
     columns = max(size, weights.o.shape[1] // config.o_splits, hidden_size)
@@ -85,12 +90,12 @@ def scratch_types(weights: BlockWeights, config: DecoderBlockConfig, dtype: Any)
 
 def new_mailboxes(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
     """Return two cleared mailboxes, for the first of several calls with weights of these sizes."""
-    size, hidden_size = padded_sizes(weights)
-    num_elements = (config.o_splits + config.down_splits) * size + weights.o.shape[1]
+    features = features_of(weights)
+    num_elements = (config.o_splits + config.down_splits) * features["o"] + weights.o.shape[1]
     if weights.router is None:
-        num_elements += hidden_size
+        num_elements += features["gate_up"]
     else:
-        num_logits = config.router_splits * padded(len(weights.router), EXPERTS_UNIT)
-        num_elements += config.down_splits * hidden_size + padded(num_logits, CLEARED)
+        num_logits = config.router_splits * features["router"]
+        num_elements += config.down_splits * features["gate_up"] + padded(num_logits, CLEARED)
     empty = jnp.full(num_elements, EMPTY, jnp.int32)
     return empty, empty

@@ -125,13 +125,15 @@ def load_shared(ref: Any, layout: Any) -> jax.Array:
 
 
 def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """Return the 4-byte elements of a ref to device memory at these indices of its flat memory.
+    """Return the elements of a ref to device memory at these indices of its flat memory.
 
     Args:
+        ref: of elements of 2 or 4 bytes.
         indices: i32`[n]`, in `layout`.
     """
     if interpret:
         return ref[...].reshape(-1)[indices]
+    itemsize = jnp.dtype(ref.dtype).itemsize
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), layout),
@@ -142,13 +144,15 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
 
         element = utils.ir.MemRefType(ref.type).element_type
         i32 = utils.ir.IntegerType.get_signless(32)
+        integer = utils.ir.IntegerType.get_signless(8 * itemsize)
         loaded = np.empty_like(indices.registers)
         for place, register in np.ndenumerate(indices.registers):
             bits = utils.inline_ptx(
-                "{ .reg .b64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.b32 $0, [a]; }",
+                f"{{ .reg .b64 a; mad.wide.s32 a, $1, {itemsize}, $2;"
+                f" ld.global.nc.b{8 * itemsize} $0, [a]; }}",
                 utils.bitcast(register, i32),
                 utils.memref_ptr(ref),
-                result_types=i32,
+                result_types=integer,
             )
             loaded[place] = utils.bitcast(bits, utils.ir.VectorType.get((1,), element))
         is_signed = indices.is_signed if element == i32 else None
@@ -181,14 +185,21 @@ def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> j
 
 
 def scatter(
-    ref: Any, indices: jax.Array, values: jax.Array, layout: Any, *, interpret: bool
+    ref: Any,
+    indices: jax.Array,
+    values: jax.Array,
+    layout: Any,
+    *,
+    strong: bool = False,
+    interpret: bool,
 ) -> None:
-    """Store 4-byte values to a ref to device memory, at these indices of its flat memory.
+    """Store values to a ref to device memory, at these indices of its flat memory.
 
     Args:
-        ref: of two axes.
+        ref: of one or two axes, of elements of 2 or 4 bytes.
         indices: i32`[n]`, in `layout`; nothing is stored at negative ones.
         values: `[n]`, in `layout`.
+        strong: whether other programs load the elements before the kernel ends.
     """
     if interpret:
 
@@ -198,22 +209,26 @@ def scatter(
 
             @pl.when(index >= 0)
             def _():
-                ref[index // ref.shape[1], index % ref.shape[1]] = values[i]
+                *row, columns = ref.shape
+                ref[*([index // columns] if row else []), index % columns] = values[i]
 
         return
+    itemsize = jnp.dtype(ref.dtype).itemsize
+    instruction = f"st{'.relaxed.gpu' if strong else ''}.global.b{8 * itemsize}"
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def store_each(_, ref, indices, values):
         from jax.experimental.mosaic.gpu import utils
 
         i32 = utils.ir.IntegerType.get_signless(32)
+        integer = utils.ir.IntegerType.get_signless(8 * itemsize)
         for index, value in zip(indices.registers.flat, values.registers.flat, strict=True):
             utils.inline_ptx(
-                "{ .reg .pred p; .reg .b64 a; setp.ge.s32 p, $1, 0; mad.wide.s32 a, $1, 4, $0;"
-                " @p st.global.b32 [a], $2; }",
+                "{ .reg .pred p; .reg .b64 a; setp.ge.s32 p, $1, 0;"
+                f" mad.wide.s32 a, $1, {itemsize}, $0; @p {instruction} [a], $2; }}",
                 utils.memref_ptr(ref),
                 utils.bitcast(index, i32),
-                utils.bitcast(value, i32),
+                utils.bitcast(value, integer),
                 has_side_effects=True,
             )
 

@@ -19,6 +19,7 @@ REDUCE_ROWS = 256  # at most, of a sum over devices
 _LEAST_COLUMNS = 512  # of a part of a product
 _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
+_ITEM_ROWS = 8  # of a tile, which take as long as the begin and the end of an item
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
@@ -123,7 +124,9 @@ class DecoderBlockConfig:
     Attributes:
         num_programs: no more than there are SMs, for they wait for one another.
         num_stages: blocks of weights in shared memory, 32 KB each.
-        num_in_flight: blocks on their way at once.
+        num_in_flight: blocks of 64 features on their way at once, or as many bytes of others.
+        o_tile, gate_up_tile, down_tile, qkv_tile: features that a program multiplies at once, in
+            [8, 64], a multiple of 8.
         o_splits, down_splits, router_splits: parts of the columns of weights that have few
             rows; of experts, `down_splits` is how many a row has.
     """
@@ -131,6 +134,10 @@ class DecoderBlockConfig:
     num_programs: int
     num_stages: int = 6
     num_in_flight: int = 2
+    o_tile: int = LINEAR_TILE
+    gate_up_tile: int = LINEAR_TILE
+    down_tile: int = LINEAR_TILE
+    qkv_tile: int = LINEAR_TILE
     o_splits: int = 1
     down_splits: int = 1
     router_splits: int = 1
@@ -170,12 +177,19 @@ def decoder_block_config(
     size, hidden_size = padded(size, ROW_UNIT), padded(hidden_size, HIDDEN_UNIT)
     num_experts = padded(num_experts, EXPERTS_UNIT)
 
+    def cost(num_rows: int, tile: int, num_splits: int) -> float:
+        """Rows of the program that has the most, and as many as items and sums of parts take."""
+        num_items = -(-num_rows // tile) * num_splits
+        return -(-num_items // num_programs) * (tile + _ITEM_ROWS) / num_splits + num_splits / 2
+
+    def best_tile(num_rows: int, num_splits: int = 1) -> int:
+        tiles = range(LINEAR_TILE, 8, -8)
+        return min(tiles, key=lambda tile: cost(num_rows, tile, num_splits))
+
     def splits(num_columns: int, num_rows: int = size) -> int:
-        """As many parts as give each program at most one tile of one part."""
-        for count in (8, 4, 2):
-            if num_rows // tile * count <= num_programs and num_columns % (count * block_k) == 0:
-                return count
-        return 1
+        """As few parts as have the least cost."""
+        counts = [n for n in (1, 2, 4, 8) if n == 1 or num_columns % (n * block_k) == 0]
+        return min(counts, key=lambda n: cost(num_rows, best_tile(num_rows, n), n))
 
     o_splits, down_splits = splits(attended_size), splits(hidden_size)
     row = max(size, attended_size // o_splits, hidden_size // down_splits)
@@ -195,5 +209,9 @@ def decoder_block_config(
         num_stages=num_stages,
         o_splits=o_splits,
         down_splits=down_splits,
+        o_tile=best_tile(size, o_splits),
+        gate_up_tile=best_tile(hidden_size, max(experts_per_token, 1)),
+        down_tile=best_tile(size, down_splits),
+        qkv_tile=best_tile(out_size),
         router_splits=splits(size, num_experts),
     )

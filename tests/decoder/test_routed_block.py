@@ -51,16 +51,22 @@ ODD_SIZES = 512, 832, 192, 128, 32
 
 
 @pytest.mark.parametrize(
-    ("routing", "w", "tile"),
-    [(QWEN, routed_weights(*SIZES), 64), (GPT_OSS, routed_weights(*ODD_SIZES, biases=True), 40)],
+    ("routing", "w", "tile", "experts_per_part"),
+    [
+        (QWEN, routed_weights(*SIZES), 64, 1),
+        (GPT_OSS, routed_weights(*ODD_SIZES, biases=True), 40, 2),
+    ],
     ids=["Qwen", "gpt-oss"],
 )
-def test_the_row_goes_through_the_experts_with_the_largest_logits(routing, w, tile):
+def test_the_row_goes_through_the_experts_with_the_largest_logits(
+    routing, w, tile, experts_per_part
+):
     """The second call has the mailbox that the first one cleared."""
     config = DecoderBlockConfig(
         num_programs=1,
         o_splits=2,
-        down_splits=routing.num_experts_per_tok,
+        down_splits=routing.num_experts_per_tok // experts_per_part,
+        experts_per_part=experts_per_part,
         router_splits=2,
         num_stages=3,
         **dict.fromkeys(("o_tile", "gate_up_tile", "down_tile", "qkv_tile"), tile),
@@ -120,7 +126,8 @@ def test_sizes_that_do_not_fit_have_no_config(change):
     sizes = dict(size=2048, attended_size=4096, hidden_size=768, out_size=5120, num_experts=128)
     how = dict(experts_per_token=8, num_programs=132)
     config = decoder_block_config(**sizes, **how)
-    assert (config.o_splits, config.down_splits, config.router_splits) == (4, 8, 8)
+    assert (config.o_splits, config.down_splits, config.router_splits) == (4, 4, 8)
+    assert config.experts_per_part == 2
     assert decoder_block_config(**sizes | change, **how) is None
 
 
@@ -132,17 +139,19 @@ def test_blocks_and_items_cover_sizes_that_are_no_multiples():
         **sizes, num_experts=num_experts, experts_per_token=4, num_programs=132
     )
     splits = config.o_splits, config.down_splits, config.router_splits
-    assert (*splits, config.num_stages) == (2, 4, 4, 6)
+    assert (*splits, config.experts_per_part, config.num_stages) == (2, 2, 12, 2, 6)
 
     def check(shape, num_features, num_items, num_blocks, **how):
         weight = jax.ShapeDtypeStruct(shape, np.float16)
-        product = Product(weight, num_programs=132, num_features=num_features, **how)
+        product = Product(
+            weight, num_programs=132, num_in_flight=2, num_features=num_features, **how
+        )
         items = sum(int(product.num_items(np.int32(i))) for i in range(132))
         assert (items, product.num_blocks) == (num_items, num_blocks)
 
     check((size, attended), 3072, 64 * 2, 8, num_splits=2, tile=config.o_tile)
-    check((num_experts, size), 128, 2 * 4, 3, num_splits=4)
-    experts = dict(num_splits=4, experts=(), tile=config.gate_up_tile)
-    check((num_experts, size, 2, size), 3072, 64 * 4, 23, **experts)
-    check((num_experts, size, size), 3072, 64 * 4, 12, **experts)
+    check((num_experts, size), 128, 2 * 12, 1, num_splits=12)
+    experts = dict(experts=(), tile=config.gate_up_tile)
+    check((num_experts, size, 2, size), 3072, 64 * 4, 23, num_splits=4, **experts)
+    check((num_experts, size, size), 3072, 64 * 2, 12, num_splits=2, **experts)
     check((5120, size), 5120, 128, 12, tile=config.qkv_tile)

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from operator import add
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, tile_indices, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
+from pallas_paged.decoder.kernels.one_row_producer import send_products
 from pallas_paged.decoder.kernels.one_row_product import (
     HALF,
     multiply_by_row,
@@ -56,7 +58,7 @@ from pallas_paged.decoder.kernels.one_row_refs import (
     output_types,
     scratch_types,
 )
-from pallas_paged.decoder.kernels.one_row_router import choose, logits_layout
+from pallas_paged.decoder.kernels.one_row_router import choose, load_bias, logits_layout
 from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights, Routing
 from pallas_paged.experts.kernels.grouped import activate
 from pallas_paged.kernels.decode_states import DecodeStates
@@ -90,39 +92,6 @@ def _block_kernel(
     products = products_of(weights, config, features, experts)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
-    def wait_for_blocks(arrived, end):
-        """Wait until blocks before `end` have arrived; return how many have."""
-
-        @pl.loop(arrived, end)
-        def _(block):
-            plgpu.barrier_wait(scratch.full.at[lax.rem(block, num_stages)])
-
-        return jnp.maximum(arrived, end)
-
-    def send(product, counts):
-        """Send a program's items; return how many blocks were sent and have arrived until now."""
-        tile = product.tile
-        num_in_flight = min(round(config.num_in_flight * TILE / tile), num_stages)
-
-        def send_item(index, counts):
-            features, split = product.item(program, index)
-
-            def send_block(block, counts):
-                sent, arrived = counts
-                stage = ops.free_stage(scratch.free, sent)
-                arrived = wait_for_blocks(arrived, sent + 1 - num_in_flight)
-                for i, half in enumerate(product.halves(features, split, block)):
-                    plgpu.copy_gmem_to_smem(
-                        half,
-                        scratch.weights.at[stage, pl.ds(i * TILE, tile)],
-                        scratch.full.at[stage],
-                    )
-                return sent + 1, arrived
-
-            return lax.fori_loop(0, product.num_blocks, send_block, counts)
-
-        return lax.fori_loop(0, product.num_items(program), send_item, counts)
-
     def strided(num_elements):
         return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
 
@@ -147,20 +116,17 @@ def _block_kernel(
         scratch.x.at[pl.ds(0, row.shape[0])][...] = row.astype(dtype)
         plgpu.commit_smem()
 
-    def multiply(product, used, *, load_x=None, store):
+    def multiply(product, used, *, load_x=None, finish=lambda _, sums: sums[0], store):
         """Multiply a program's items; return how many stages were used before and now.
 
-        Without `load_x`, which stores columns of a row, x in shared memory is a full row.
+        Without `load_x`, which stores columns of a row, x in shared memory is a full row. `finish`
+        gives values of a part's sums, which are added up for an item.
         """
 
-        def multiply_item(index, used):
-            features, split = product.item(program, index)
+        def multiply_part(part, start, features, used):
+            """Multiply with columns of x from `start` on; return the stages used, and sums."""
             # Loaded before the product.
-            add_bias = product.add_bias(features, split, interpret=interpret)
-            start = 0 if product.experts is not None else split * product.num_columns
-            if load_x is not None:
-                load_x(pl.ds(split * product.num_columns, product.num_columns))
-                start = 0
+            add_bias = product.add_bias(features, part, interpret=interpret)
 
             def multiply_block(block, carry):
                 used, *accs = carry
@@ -178,34 +144,44 @@ def _block_kernel(
             if not product.is_pair:
                 accs = [accs[0] + accs[1]]
             is_x = ops.iota((TILE, 8), 1, ops.WGMMA) == 0
-            sums = [jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs]
-            store(features.start, product.count(features), split, add_bias(sums))
+            return used, add_bias([jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs])
+
+        def multiply_item(index, used):
+            features, split = product.item(program, index)
+            parts, start = product.parts(split), 0
+            if load_x is not None:
+                num_columns = len(parts) * product.num_columns
+                load_x(pl.ds(split * num_columns, num_columns))
+            elif product.experts is None:
+                start = split * product.num_columns
+            results = []
+            for i, part in enumerate(parts):
+                used, sums = multiply_part(part, start + i * product.num_columns, features, used)
+                results.append(finish(part, sums))
+            store(features.start, product.count(features), split, functools.reduce(add, results))
             return used
 
         return lax.fori_loop(0, product.num_items(program), multiply_item, used)
 
-    o_start = hidden_size if routing is None else hidden_size * config.down_splits
+    o_start = hidden_size * (1 if routing is None else config.experts_per_token)
     down_start = o_start + config.o_splits * size
     attended_start = down_start + config.down_splits * size
     logits_start = attended_start + weights.o.shape[1]
 
-    def publish_part(start, first, count, split, sums, size=size):
+    def publish_part(start, first, count, split, values, size=size):
         place = start + split * size + first
-        publish(inputs.mailbox, place, sums[0], count, interpret=interpret)
+        publish(inputs.mailbox, place, values, count, interpret=interpret)
 
-    def publish_down(first, count, split, sums):
-        if routing is not None:  # rounded as the rows of experts are
-            row = sums[0].astype(dtype).astype(jnp.float32)
-            sums = [row * scratch.choice.weights[split]]
-        publish_part(down_start, first, count, split, sums)
+    def rounded(x):
+        """Round as separate products do."""
+        return x.astype(dtype).astype(jnp.float32)
 
-    def publish_hidden(first, count, split, sums):
-        # Rounded as separate products are.
-        gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
+    def hidden_of(_, sums):
         limit = None if routing is None else routing.swiglu_limit
-        hidden = activate(gate, up, limit).astype(dtype).astype(jnp.float32)
-        start = 0 if routing is None else split * hidden_size
-        publish(inputs.mailbox, start + first, hidden, count, interpret=interpret)
+        return rounded(activate(*map(rounded, sums), limit))
+
+    def down_of(part, sums):
+        return sums[0] if routing is None else rounded(sums[0]) * scratch.choice.weights[part]
 
     def wait_for_row(first, columns):
         (row,) = wait_for_mail(
@@ -223,9 +199,9 @@ def _block_kernel(
         else:
             set_x(ops.load(inputs.attended.at[0, columns], strided(columns.size)))
 
-    def store_out(first, count, split, sums):
+    def store_out(first, count, _, values):
         indices = tile_indices(first, count)
-        values = sums[0].astype(dtype)
+        values = values.astype(dtype)
         ops.scatter(outputs.out, indices, values, ops.WGMMA_ROW, interpret=interpret)
 
     def sum_of_parts(start, num_splits, size, layout):
@@ -241,7 +217,7 @@ def _block_kernel(
     def add_and_norm(residual, start, num_splits, weight):
         """Add a product to the residual and norm it; return both, in shared memory too."""
         total = sum_of_parts(start, num_splits, size, vector)
-        x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
+        x = (residual.astype(jnp.float32) + rounded(total)).astype(dtype)
         x32 = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(x32 * x32) / real_size + eps)
         normed = (x32 * scale * weight.astype(jnp.float32)).astype(dtype)
@@ -268,7 +244,7 @@ def _block_kernel(
                 publish=lambda start, values: publish(
                     inputs.mailbox,
                     attended_start + start,
-                    values.astype(dtype).astype(jnp.float32),
+                    rounded(values),
                     interpret=interpret,
                 ),
                 interpret=interpret,
@@ -283,19 +259,24 @@ def _block_kernel(
         norm = load_row(weights.mlp_norm, scratch.x)
         add_and_norm(residual, o_start, config.o_splits, norm)
         if routing is not None:
+            how = dict(interpret=interpret)
+            bias = load_bias(weights.router_bias, real_experts, num_experts, **how)
             store = functools.partial(publish_part, logits_start, size=num_experts)
             used = multiply(products["router"], used, store=store)
             layout = logits_layout(num_experts)
             logits = sum_of_parts(logits_start, config.router_splits, num_experts, layout)
-            experts = choose(logits, weights.router_bias, scratch.choice, routing, real_experts)
+            choose(logits + bias, scratch.choice, routing, **how)
 
             @pl.when(program == 0)
             def _():
-                ops.store(outputs.experts, experts)
+                chosen = ops.load_shared(scratch.choice.experts, ops.WGMMA_ROW)
+                ops.store(outputs.experts, chosen)
 
-        used = multiply(products["gate_up"], used, store=publish_hidden)
+        store = functools.partial(publish_part, 0, size=hidden_size)
+        used = multiply(products["gate_up"], used, finish=hidden_of, store=store)
         load_hidden = functools.partial(wait_for_row, 0)
-        used = multiply(products["down"], used, load_x=load_hidden, store=publish_down)
+        store = functools.partial(publish_part, down_start)
+        used = multiply(products["down"], used, load_x=load_hidden, finish=down_of, store=store)
         residual = plgpu.load(scratch.residual, layout=vector)
         norm = load_row(weights.out_norm, scratch.x)
         residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
@@ -323,14 +304,7 @@ def _block_kernel(
 
     @pl.when(lax.axis_index("wg") == 1)
     def _send():
-        counts = jnp.int32(0), jnp.int32(0)
-        for name, product in products.items():
-            counts = send(product, counts)
-            if name == "router":
-                plgpu.barrier_wait(scratch.choice.chosen)
-        sent, arrived = counts
-        ops.drain(scratch.free, sent)
-        wait_for_blocks(arrived, sent)
+        send_products(products, scratch, program)
 
 
 def between_attentions(

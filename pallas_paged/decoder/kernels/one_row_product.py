@@ -25,7 +25,7 @@ HALF = 128  # columns of a half of a stage: both halves of a block are 32 KB
 class Product:
     """A weight as work items, and their blocks, for each program.
 
-    A work item is a tile of features and one part of the columns, or one expert; a program has
+    A work item is a tile of features and one part of the columns, or of the experts; a program has
     every `num_programs`-th item. Behind the end of a weight are zeros: a copy writes them to shared
     memory and reads nothing. Behind a tile of less than 64 features is what was there before.
     """
@@ -34,10 +34,12 @@ class Product:
     bias: Any = None  # ref [N] or [N, 2], or of experts, to device memory
     _: dataclasses.KW_ONLY
     num_programs: int
+    num_in_flight: int  # blocks on their way at once
     num_features: int  # with padding; of each expert
     tile: int = TILE  # features of an item
     num_splits: int = 1
-    experts: Any = None  # ref i32 to shared memory, the expert of each split
+    experts: Any = None  # ref i32 to shared memory, the experts of all splits
+    experts_per_split: int = 1
 
     @property
     def is_pair(self) -> bool:
@@ -46,14 +48,14 @@ class Product:
 
     @property
     def num_columns(self) -> int:
-        """Columns of an item, in entire blocks."""
+        """Columns of an item, of one expert, in entire blocks."""
         block = HALF if self.is_pair else 2 * HALF
         num_splits = self.num_splits if self.experts is None else 1
         return padded(self.weight.shape[-1], num_splits * block) // num_splits
 
     @property
     def num_blocks(self) -> int:
-        """Stages of an item."""
+        """Stages of an item, of one expert."""
         return self.num_columns // (HALF if self.is_pair else 2 * HALF)
 
     def num_items(self, program: Any) -> Any:
@@ -71,11 +73,15 @@ class Product:
         """Return how many features of an item there are: the last one may have fewer."""
         return jnp.minimum(self.tile, self.num_features - features.start)
 
-    def halves(self, features: Any, split: Any, block: Any) -> list[Any]:
+    def parts(self, split: Any) -> list[Any]:
+        """Return the numbers of the experts of an item, or its part of the columns."""
+        return [split * self.experts_per_split + i for i in range(self.experts_per_split)]
+
+    def halves(self, features: Any, part: Any, block: Any) -> list[Any]:
         """Return the refs to the two halves of a block."""
-        weight, first = self.weight, split * self.num_columns
+        weight, first = self.weight, part * self.num_columns
         if self.experts is not None:
-            weight, first = weight.at[self.experts[split]], 0
+            weight, first = weight.at[self.experts[part]], 0
         if self.is_pair:
             return [weight.at[features, i, pl.ds(first + block * HALF, HALF)] for i in range(2)]
         first += block * 2 * HALF
@@ -90,17 +96,17 @@ class Product:
         return jnp.pad(self.weight, more)
 
     def add_bias(
-        self, features: Any, split: Any, *, interpret: bool
+        self, features: Any, part: Any, *, interpret: bool
     ) -> Callable[[list[Any]], list[Any]]:
-        """Load the bias of an item; return a function that adds it to the item's sums."""
+        """Load the bias of a part; return a function that adds it to the sums of the part."""
         bias = self.bias
         if bias is None:
             return lambda sums: sums
         if self.experts is not None:
-            bias = bias.at[self.experts[split]]
+            bias = bias.at[self.experts[part]]
         count = bias.shape[0] - features.start
         if self.experts is None:
-            count = jnp.where(split == 0, count, 0)  # once
+            count = jnp.where(part == 0, count, 0)  # once
         row = ops.iota((TILE,), 0, ops.WGMMA_ROW)
         place = jnp.minimum(features.start + row, bias.shape[0] - 1)
         places = [2 * place + i for i in range(2)] if self.is_pair else [place]
@@ -125,16 +131,19 @@ def products_of(
     """
     splits = dict(o=config.o_splits, down=config.down_splits, router=config.router_splits)
     if experts is not None:
-        splits["gate_up"] = config.down_splits
+        splits["gate_up"] = config.experts_per_token
+    tiles = {name: getattr(config, f"{name}_tile", TILE) for name in features}
     return {
         name: Product(
             getattr(weights, name),
             None if name == "router" else getattr(weights, f"{name}_bias"),  # it is for the choice
             num_programs=config.num_programs,
+            num_in_flight=min(round(config.num_in_flight * TILE / tiles[name]), config.num_stages),
             num_features=num_features,
-            tile=getattr(config, f"{name}_tile", TILE),
+            tile=tiles[name],
             num_splits=splits.get(name, 1),
             experts=experts if name in ("gate_up", "down") else None,
+            experts_per_split=config.experts_per_part if name == "down" else 1,
         )
         for name, num_features in features.items()
     }

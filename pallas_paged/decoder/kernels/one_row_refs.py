@@ -75,6 +75,7 @@ def scratch_types(weights: BlockWeights, config: DecoderBlockConfig, dtype: Any)
     size, hidden_size = features["o"], features["gate_up"]
     if weights.router is None:
         hidden_size //= config.down_splits
+    hidden_size *= config.experts_per_part
     columns = max(size, weights.o.shape[1] // config.o_splits, hidden_size)
     return OneRowScratch(
         weights=plgpu.SMEM(
@@ -96,6 +97,7 @@ def new_mailboxes(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[ja
         num_elements += features["gate_up"]
     else:
         num_logits = config.router_splits * features["router"]
-        num_elements += config.down_splits * features["gate_up"] + padded(num_logits, CLEARED)
+        num_elements += config.experts_per_token * features["gate_up"]
+        num_elements += padded(num_logits, CLEARED)
     empty = jnp.full(num_elements, EMPTY, jnp.int32)
     return empty, empty

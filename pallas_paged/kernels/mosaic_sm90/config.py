@@ -6,6 +6,7 @@ Importing this module does not import Mosaic.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from pallas_paged.checks import (
     check_fixed_split_size,
@@ -19,6 +20,7 @@ REDUCE_ROWS = 256  # at most, of a sum over devices
 _LEAST_COLUMNS = 512  # of a part of a product
 _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
+_LEAST_TILE = 32  # smaller ones leave too little in the ring while programs wait for one another
 _ITEM_ROWS = 8  # of a tile, which take as long as the begin and the end of an item
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
@@ -128,7 +130,8 @@ class DecoderBlockConfig:
         o_tile, gate_up_tile, down_tile, qkv_tile: features that a program multiplies at once, in
             [8, 64], a multiple of 8.
         o_splits, down_splits, router_splits: parts of the columns of weights that have few
-            rows; of experts, `down_splits` is how many a row has.
+            rows; of down of experts, parts of the experts of a row.
+        experts_per_part: experts of such a part.
     """
 
     num_programs: int
@@ -141,6 +144,12 @@ class DecoderBlockConfig:
     o_splits: int = 1
     down_splits: int = 1
     router_splits: int = 1
+    experts_per_part: int = 1
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts of a row; of weights with a router."""
+        return self.down_splits * self.experts_per_part
 
 
 def padded(size: int, unit: int) -> int:
@@ -177,24 +186,39 @@ def decoder_block_config(
     size, hidden_size = padded(size, ROW_UNIT), padded(hidden_size, HIDDEN_UNIT)
     num_experts = padded(num_experts, EXPERTS_UNIT)
 
+    def rounds(num_rows: int, tile: int, num_splits: int) -> int:
+        """Items of the program that has the most."""
+        return -(-(-(-num_rows // tile) * num_splits) // num_programs)
+
     def cost(num_rows: int, tile: int, num_splits: int) -> float:
-        """Rows of the program that has the most, and as many as items and sums of parts take."""
-        num_items = -(-num_rows // tile) * num_splits
-        return -(-num_items // num_programs) * (tile + _ITEM_ROWS) / num_splits + num_splits / 2
+        """Rows of that program, and as many as items and sums of parts take."""
+        num_items = rounds(num_rows, tile, num_splits)
+        return num_items * (tile + _ITEM_ROWS) / num_splits + num_splits / 2
 
     def best_tile(num_rows: int, num_splits: int = 1) -> int:
-        tiles = range(LINEAR_TILE, 8, -8)
+        tiles = range(LINEAR_TILE, _LEAST_TILE - 1, -8)
         return min(tiles, key=lambda tile: cost(num_rows, tile, num_splits))
 
-    def splits(num_columns: int, num_rows: int = size) -> int:
+    def splits(num_columns: int) -> int:
         """As few parts as have the least cost."""
         counts = [n for n in (1, 2, 4, 8) if n == 1 or num_columns % (n * block_k) == 0]
-        return min(counts, key=lambda n: cost(num_rows, best_tile(num_rows, n), n))
+        return min(counts, key=lambda n: cost(size, best_tile(size, n), n))
 
-    o_splits, down_splits = splits(attended_size), splits(hidden_size)
-    row = max(size, attended_size // o_splits, hidden_size // down_splits)
+    def cost_of_experts(tile: int, count: int) -> float:
+        """The same for down, with so many experts in a part."""
+        num_parts = experts_per_token // count
+        return rounds(size, tile, num_parts) * (tile * count + _ITEM_ROWS) + 2 * num_parts
+
+    o_splits, down_splits, router_splits, count = splits(attended_size), splits(hidden_size), 1, 1
+    down_tile, hidden = best_tile(size, down_splits), hidden_size // down_splits
     if num_experts:
-        down_splits, row = experts_per_token, max(size, attended_size // o_splits, hidden_size)
+        counts = [n for n in (1, 2, 4, 8) if experts_per_token % n == 0]
+        counts = [n for n in counts if n == 1 or n * hidden_size <= _MAX_BLOCK_ROW]
+        pairs = itertools.product((64, 56, 48), counts)
+        down_tile, count = min(pairs, key=lambda pair: cost_of_experts(*pair))
+        down_splits, hidden = experts_per_token // count, hidden_size * count
+        router_splits = max(n for n in range(1, 17) if size % (n * block_k) == 0)
+    row = max(size, attended_size // o_splits, hidden)
     if row > _MAX_BLOCK_ROW:
         return None
     rest = (
@@ -211,7 +235,8 @@ def decoder_block_config(
         down_splits=down_splits,
         o_tile=best_tile(size, o_splits),
         gate_up_tile=best_tile(hidden_size, max(experts_per_token, 1)),
-        down_tile=best_tile(size, down_splits),
+        down_tile=down_tile,
         qkv_tile=best_tile(out_size),
-        router_splits=splits(size, num_experts),
+        router_splits=router_splits,
+        experts_per_part=count,
     )

@@ -18,12 +18,13 @@ hardly ever empty. A program is two warpgroups, and there is one program per SM.
 its blocks of all four weights through a ring in shared memory, one after the other. It does not
 wait for activations: while programs wait for one another, the ring fills.
 
-The consumer multiplies. A program has tiles of 64 features. Weights with few such tiles are split
-along K, too. Results go to a mailbox in device memory: partial sums in f32, which each program adds
-up in the same order, so that results have the same bits each time.
+The consumer multiplies. A program has tiles of 32 to 64 features, of a size that gives all programs
+as many. Weights with few such tiles are split along K, too. Results go to a mailbox in device
+memory: partial sums in f32, which each program adds up in the same order, so that results have the
+same bits each time.
 
-Two blocks of 32 KB per SM are on their way at once, no more: that is enough for the full rate of
-the memory, and published results would have to queue behind more.
+About 64 KB per SM are on their way at once, no more: that is enough for the full rate of the
+memory, and published results would have to queue behind more.
 
 The programs wait for one another, so all must be on the device at once. They are: there are no more
 of them than SMs, each SM has room for one, and the programs of kernels before end without them.

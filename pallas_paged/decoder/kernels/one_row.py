@@ -64,6 +64,7 @@ from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights, Rou
 from pallas_paged.experts.kernels.grouped import activate
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import scatter
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.config import (
     DecoderBlockConfig,
@@ -203,7 +204,7 @@ def _block_kernel(
     def store_out(first, count, _, values):
         indices = tile_indices(first, count)
         values = values.astype(dtype)
-        ops.scatter(outputs.out, indices, values, ops.WGMMA_ROW, interpret=interpret)
+        scatter(outputs.out, indices, values, ops.WGMMA_ROW, interpret=interpret)
 
     def sum_of_parts(start, num_splits, size, layout):
         total = None

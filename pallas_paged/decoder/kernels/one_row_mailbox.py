@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import scatter
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 
 EMPTY = -1  # not yet published: as f32 a NaN that `publish` avoids
@@ -42,7 +43,7 @@ def publish(
     if interpret:
         values = lax.bitcast_convert_type(values, jnp.int32)
     indices = tile_indices(start, count)
-    ops.scatter(mailbox, indices, values, ops.WGMMA_ROW, strong=True, interpret=interpret)
+    scatter(mailbox, indices, values, ops.WGMMA_ROW, strong=True, interpret=interpret)
 
 
 def wait_for_mail(

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.decoder.kernels.operands import BlockWeights
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import gather
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, padded
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
@@ -111,7 +112,7 @@ class Product:
         place = jnp.minimum(features.start + row, bias.shape[0] - 1)
         places = [2 * place + i for i in range(2)] if self.is_pair else [place]
         loaded = [
-            ops.gather(bias, place, ops.WGMMA_ROW, interpret=interpret).astype(jnp.float32)
+            gather(bias, place, ops.WGMMA_ROW, interpret=interpret).astype(jnp.float32)
             for place in places
         ]
         factor = jnp.where(row < count, 1.0, 0.0)

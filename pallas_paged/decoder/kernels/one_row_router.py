@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.operands import Routing
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import gather
 from pallas_paged.kernels.mosaic_sm90.config import EXPERTS_UNIT, padded
 
 SLOTS = 64  # rows of wgmma's layout: more than a row has experts
@@ -57,7 +58,7 @@ def load_bias(bias: Any, real_experts: int, num_experts: int, *, interpret: bool
     expert, loaded = ops.iota((num_experts,), 0, layout), ops.full((num_experts,), 0.0, layout)
     if bias is not None:
         place = jnp.minimum(expert, real_experts - 1)
-        loaded = ops.gather(bias, place, layout, interpret=interpret).astype(jnp.float32)
+        loaded = gather(bias, place, layout, interpret=interpret).astype(jnp.float32)
     return jnp.where(expert < real_experts, loaded, jnp.full_like(loaded, -jnp.inf))
 
 

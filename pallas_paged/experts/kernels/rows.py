@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.experts.kernels.config import WG_ROWS
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import gather
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP, Emitter
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
@@ -128,7 +129,7 @@ def rows_to_copy(rows: Any, first: Any, num_rows: int, *, interpret: bool) -> ja
     layout = layout_of_rows(num_rows)
     index = first + lax.div(ops.iota((num_rows * _CHUNKS,), 0, layout), _CHUNKS)
     index = jnp.minimum(index, rows.shape[0] - 1)
-    return ops.gather(rows, index, layout, interpret=interpret)
+    return gather(rows, index, layout, interpret=interpret)
 
 
 def copy_rows(x: Any, rows: jax.Array, first_column: Any, to: Any, *, interpret: bool) -> None:

@@ -124,43 +124,6 @@ def load_shared(ref: Any, layout: Any) -> jax.Array:
     return load_from(ref, layout=layout)
 
 
-def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """Return the elements of a ref to device memory at these indices of its flat memory.
-
-    Args:
-        ref: of elements of 2 or 4 bytes.
-        indices: i32`[n]`, in `layout`.
-    """
-    if interpret:
-        return ref[...].reshape(-1)[indices]
-    itemsize = jnp.dtype(ref.dtype).itemsize
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(indices.shape, ref.dtype, layout=layout),
-    )
-    def load_each(_, ref, indices):
-        from jax.experimental.mosaic.gpu import utils
-
-        element = utils.ir.MemRefType(ref.type).element_type
-        i32 = utils.ir.IntegerType.get_signless(32)
-        integer = utils.ir.IntegerType.get_signless(8 * itemsize)
-        loaded = np.empty_like(indices.registers)
-        for place, register in np.ndenumerate(indices.registers):
-            bits = utils.inline_ptx(
-                f"{{ .reg .b64 a; mad.wide.s32 a, $1, {itemsize}, $2;"
-                f" ld.global.nc.b{8 * itemsize} $0, [a]; }}",
-                utils.bitcast(register, i32),
-                utils.memref_ptr(ref),
-                result_types=integer,
-            )
-            loaded[place] = utils.bitcast(bits, utils.ir.VectorType.get((1,), element))
-        is_signed = indices.is_signed if element == i32 else None
-        return of_registers(loaded, indices.layout, is_signed=is_signed)
-
-    return load_each(ref, indices)
-
-
 def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
     """Return f32 `x - y` of arrays in a layout, not fused with a product that makes x.
 
@@ -182,57 +145,6 @@ def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> j
         return of_registers(registers, x.layout)
 
     return subtract(x, y)
-
-
-def scatter(
-    ref: Any,
-    indices: jax.Array,
-    values: jax.Array,
-    layout: Any,
-    *,
-    strong: bool = False,
-    interpret: bool,
-) -> None:
-    """Store values to a ref to device memory, at these indices of its flat memory.
-
-    Args:
-        ref: of one or two axes, of elements of 2 or 4 bytes.
-        indices: i32`[n]`, in `layout`; nothing is stored at negative ones.
-        values: `[n]`, in `layout`.
-        strong: whether other programs load the elements before the kernel ends.
-    """
-    if interpret:
-
-        @pl.loop(0, indices.shape[0])
-        def _(i):
-            index = indices[i]
-
-            @pl.when(index >= 0)
-            def _():
-                *row, columns = ref.shape
-                ref[*([index // columns] if row else []), index % columns] = values[i]
-
-        return
-    itemsize = jnp.dtype(ref.dtype).itemsize
-    instruction = f"st{'.relaxed.gpu' if strong else ''}.global.b{8 * itemsize}"
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def store_each(_, ref, indices, values):
-        from jax.experimental.mosaic.gpu import utils
-
-        i32 = utils.ir.IntegerType.get_signless(32)
-        integer = utils.ir.IntegerType.get_signless(8 * itemsize)
-        for index, value in zip(indices.registers.flat, values.registers.flat, strict=True):
-            utils.inline_ptx(
-                "{ .reg .pred p; .reg .b64 a; setp.ge.s32 p, $1, 0;"
-                f" mad.wide.s32 a, $1, {itemsize}, $0; @p {instruction} [a], $2; }}",
-                utils.memref_ptr(ref),
-                utils.bitcast(index, i32),
-                utils.bitcast(value, integer),
-                has_side_effects=True,
-            )
-
-    store_each(ref, indices, values)
 
 
 def store(ref: Any, value: jax.Array) -> None:
@@ -361,11 +273,11 @@ def free_stage(free: Any, sent: Any) -> jax.Array:
     return stage
 
 
-def drain(barriers: Any, sent: Any, count: int | None = None) -> None:
-    """Wait for the last of `sent` blocks of a ring, one of each stage or `count` of them."""
+def drain(barriers: Any, sent: Any) -> None:
+    """Wait for the last of `sent` blocks of a ring, one of each stage."""
     num_stages = barriers.shape[0]
 
-    @pl.loop(jnp.maximum(sent - (count or num_stages), 0), sent)
+    @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
     def _(i):
         plgpu.barrier_wait(barriers.at[lax.rem(i, num_stages)])
 

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import gather
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, THREADS, WARPGROUP, Emitter, Tile
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs
@@ -171,7 +172,7 @@ class Producer:
 
     def gather(self, ref: Any, index: jax.Array) -> jax.Array:
         """Return an element for each thread."""
-        return ops.gather(ref, index, THREADS, interpret=self.interpret)
+        return gather(ref, index, THREADS, interpret=self.interpret)
 
     def convert(
         self, block: jax.Array, source: jax.Array, stage: jax.Array, scales: jax.Array

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import gather
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
@@ -228,4 +229,4 @@ class Converter:
 
     def gather(self, ref: Any, indices: jax.Array) -> jax.Array:
         """Return elements of a ref by flat index."""
-        return ops.gather(ref, indices, BYTES_ROW, interpret=self.interpret)
+        return gather(ref, indices, BYTES_ROW, interpret=self.interpret)

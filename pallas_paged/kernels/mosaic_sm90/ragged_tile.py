@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.indexed import scatter
 from pallas_paged.kernels.mosaic.ragged_work import QueryRows, RaggedOutputs, WorkDescriptor
 
 WG_ROWS = 64  # rows of a warpgroup: one wgmma
@@ -200,4 +201,4 @@ def _store_lse(ref: Any, rows: TileRows, lse: jax.Array, *, interpret: bool) -> 
     token += rows.offset
     exists = (token >= 0) & (token < rows.q_len) & (head < rows.num_heads)
     index = (rows.q_start + token) * ref.shape[1] + rows.first_head + head
-    ops.scatter(ref, jnp.where(exists, index, -1), lse, ops.WGMMA_ROW, interpret=interpret)
+    scatter(ref, jnp.where(exists, index, -1), lse, ops.WGMMA_ROW, interpret=interpret)

@@ -23,7 +23,8 @@ from pallas_paged.kernels.mosaic_sm90.config import (
 from pallas_paged.pages.layer import LayerKV
 from tests.support import raw
 from tests.support.block_weights import draw, routed_mlp, routed_weights
-from tests.support.marks import needs_triton
+from tests.support.devices import implementations_here
+from tests.support.marks import by_implementation, needs_triton
 
 A, E, F, N, X = SIZES = 512, 512, 256, 128, 128
 
@@ -80,12 +81,20 @@ def test_the_row_goes_through_the_experts_with_the_largest_logits(
         assert_same(found, separate_steps(attended, x, w, routing))
 
 
+# Weights that do not add up to 1, and each expert twice: of equal logits the first is chosen.
+NOT_NORMED = Routing(num_experts_per_tok=2, norm_topk_prob=False, scaling=9.0)
+KERNELS = ["mosaic_sm90_interpret", *({"mosaic_sm90"} & {*implementations_here()})]
+
+
 @needs_triton
-def test_partial_states_and_mailboxes_go_from_layer_to_layer():
-    """Weights that do not add up to 1; of equal logits the first ones are chosen."""
-    routing = Routing(num_experts_per_tok=2, norm_topk_prob=False, scaling=9.0)
-    w = routed_weights(*SIZES)
-    w = dataclasses.replace(w, router=np.concatenate([w.router[:64]] * 2))
+@pytest.mark.parametrize(
+    ("routing", "sizes", "kernel"),
+    by_implementation([(NOT_NORMED, SIZES), (GPT_OSS, ODD_SIZES)], KERNELS),
+)
+def test_partial_states_and_mailboxes_go_from_layer_to_layer(routing, sizes, kernel):
+    w = routed_weights(*sizes, biases=routing is GPT_OSS)
+    if routing is NOT_NORMED:
+        w = dataclasses.replace(w, router=np.concatenate([w.router[:64]] * 2))
     pages = draw(40, 2, 32, 16, 64, scale=1.0), draw(41, 2, 32, 16, 64, scale=1.0)
 
     def run(q, x, implementation):
@@ -102,8 +111,8 @@ def test_partial_states_and_mailboxes_go_from_layer_to_layer():
         return attended.merged(), before, (residual.x, out, experts)
 
     run = jax.jit(run, static_argnums=2)
-    q, x = draw(42, 1, A // 64, 64), draw(43, 1, E)
-    attended, before, found = run(q, x, "mosaic_sm90_interpret")
+    q, x = draw(42, 1, A // 64, 64), draw(43, 1, len(w.o))
+    attended, before, found = run(q, x, kernel)
     assert_same(found, separate_steps(attended, before, w, routing))
     attended, before, found = run(q, x, None)
     assert_same(found, separate_steps(attended, before, w, routing))

@@ -261,12 +261,12 @@ def _block_kernel(
         norm = load_row(weights.mlp_norm, scratch.x)
         add_and_norm(residual, o_start, config.o_splits, norm)
         if routing is not None:
-            how = dict(interpret=interpret)
-            bias = load_bias(weights.router_bias, real_experts, num_experts, **how)
+            bias = load_bias(weights.router_bias, num_experts, interpret=interpret)
             store = functools.partial(publish_part, logits_start, size=num_experts)
             used = multiply(products["router"], used, store=store)
             layout = logits_layout(num_experts)
             logits = sum_of_parts(logits_start, config.router_splits, num_experts, layout)
+            how = dict(real_experts=real_experts, interpret=interpret)
             choose(logits + bias, scratch.choice, routing, **how)
 
             @pl.when(program == 0)

@@ -46,28 +46,31 @@ def logits_layout(num_experts: int) -> Any:
     return plgpu.Layout.WG_STRIDED((num_experts,), vec_size=1)
 
 
-def load_bias(bias: Any, real_experts: int, num_experts: int, *, interpret: bool) -> jax.Array:
-    """Return f32`[X]`, the bias of the logits, or zeros, and -inf where there is no expert.
-
-    Args:
-        bias: ref `[real_experts]` to device memory, or None.
-        real_experts, num_experts: experts without and with padding.
-        interpret: whether the kernel is interpreted.
-    """
+def load_bias(bias: Any, num_experts: int, *, interpret: bool) -> jax.Array:
+    """Return f32`[X]`, the bias of the logits, from a ref to device memory; zeros for None."""
     layout = logits_layout(num_experts)
-    expert, loaded = ops.iota((num_experts,), 0, layout), ops.full((num_experts,), 0.0, layout)
-    if bias is not None:
-        place = jnp.minimum(expert, real_experts - 1)
-        loaded = gather(bias, place, layout, interpret=interpret).astype(jnp.float32)
-    return jnp.where(expert < real_experts, loaded, jnp.full_like(loaded, -jnp.inf))
+    if bias is None:
+        return ops.full((num_experts,), 0.0, layout)
+    place = jnp.minimum(ops.iota((num_experts,), 0, layout), bias.shape[0] - 1)
+    return gather(bias, place, layout, interpret=interpret).astype(jnp.float32)
 
 
-def choose(logits: jax.Array, scratch: ChoiceScratch, routing: Routing, *, interpret: bool) -> None:
-    """Choose experts by logits f32`[X]`, -inf where there is no expert, into shared memory.
+def choose(
+    logits: jax.Array,
+    scratch: ChoiceScratch,
+    routing: Routing,
+    *,
+    real_experts: int,
+    interpret: bool,
+) -> None:
+    """Choose experts by logits f32`[X]`, into shared memory.
 
-    Each warp finds the largest logit, and of equal ones the first, as often as a row has experts.
-    So warps need not wait for one another.
+    X is padded: the first `real_experts` can be chosen, also by logits that are NaN. Each warp
+    finds the largest logit, and of equal ones the first, as often as a row has experts. So warps
+    need not wait for one another.
     """
+    is_real = ops.iota(logits.shape, 0, logits_layout(*logits.shape)) < real_experts
+    logits = jnp.where(is_real, logits, jnp.full_like(logits, -jnp.inf))
     k = routing.num_experts_per_tok
     scratch.logits[...] = logits
     plgpu.commit_smem()

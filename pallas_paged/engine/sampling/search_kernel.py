@@ -82,21 +82,21 @@ def search_kernel(
 
         return load
 
+    def add_weights(pivots: list, scale: jax.Array, gaps: list, sums: list) -> list:
+        for gap in gaps:
+            weight = jnp.exp2(gap * scale)
+            sums = [
+                jnp.where(gap < pivot, total + weight, total)
+                for total, pivot in zip(sums, pivots, strict=True)
+            ]
+        return sums
+
     def weigh(
         load: Load, num_steps: Any, pivots: list, scale: jax.Array, width: int = num_threads
     ) -> list:
         """Return the weights of all gaps below each pivot; an array of the load has `width`."""
-
-        def add(gaps, sums):
-            for gap in gaps:
-                weight = jnp.exp2(gap * scale)
-                sums = [
-                    jnp.where(gap < pivot, total + weight, total)
-                    for total, pivot in zip(sums, pivots, strict=True)
-                ]
-            return sums
-
         zeros = [jnp.zeros(width, jnp.float32)] * len(pivots)
+        add = functools.partial(add_weights, pivots, scale)
         return [jnp.sum(one) for one in _stream(load, num_steps, add, zeros)]
 
     def keep(load: Load, num_steps: Any, low: jax.Array, high: jax.Array) -> tuple:
@@ -153,21 +153,26 @@ def search_kernel(
         def bracket() -> tuple:
             """Return the bracket that pivots leave, the weight below it, and the target."""
             # A sample of the row, weighed twice, says about where the limit lies.
-            load = functools.partial(load_row, stride=vocab_size // num_loads)
+            sample = load_row(jnp.int32(0), stride=vocab_size // num_loads)
             part = num_threads * num_loads / vocab_size
-            low, high, _ = start
-            pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in _STEPS]
-            widths = []
-            for _ in range(2):
-                *sums, total = weigh(load, 1, [*pivots, limit], scale)
+
+            def weigh_sample(_: Any, carry: tuple) -> tuple:
+                low, high, _, width, *pivots = carry
+                zeros = [jnp.zeros(num_threads, jnp.float32)] * (_NUM_PIVOTS + 1)
+                sums = add_weights([*pivots, limit], scale, sample, zeros)
+                *sums, total = (jnp.sum(one) for one in sums)
                 target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
                 numbers = [number_of(x) for x in pivots]
                 low, high, _ = narrow((low, high, jnp.float32(0)), numbers, sums, target)
                 first, last = float_of(low), float_of(high)
-                widths.append(jnp.where(last < jnp.inf, last - first, first))
-                pivots = [first + widths[-1] * x for x in _STEPS]
-            middle = first + widths[1] / 2
-            pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
+                last_width, width = width, jnp.where(last < jnp.inf, last - first, first)
+                return low, high, last_width, width, *(first + width * x for x in _STEPS)
+
+            pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in _STEPS]
+            carry = *start[:2], jnp.float32(0), jnp.float32(0), *pivots
+            low, _, first_width, width, *_ = lax.fori_loop(0, 2, weigh_sample, carry)
+            middle = float_of(low) + width / 2
+            pivots = [jnp.maximum(middle + first_width * x, 0.0) for x in _OFFSETS]
 
             width = num_threads * math.gcd(num_loads, 4)  # four neighbours a thread are one load
             load = functools.partial(load_row, width=width)

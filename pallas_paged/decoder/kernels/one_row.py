@@ -66,9 +66,7 @@ from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.indexed import scatter
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
-from pallas_paged.kernels.mosaic_sm90.config import (
-    DecoderBlockConfig,
-)
+from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig
 
 _AWAITED = 16384  # elements of partial sums that the registers of a warpgroup hold at once
 

@@ -129,15 +129,17 @@ def test_what_a_layer_with_experts_needs_is_named():
 
 
 @pytest.mark.parametrize(
-    "change", [dict(num_experts=60), dict(size=2888), dict(hidden_size=712)], ids=str
+    "change",
+    [dict(num_experts=60), dict(size=2888), dict(hidden_size=712), dict(experts_per_token=40)],
+    ids=str,
 )
 def test_sizes_that_do_not_fit_have_no_config(change):
     sizes = dict(size=2048, attended_size=4096, hidden_size=768, out_size=5120, num_experts=128)
-    how = dict(experts_per_token=8, num_programs=132)
-    config = decoder_block_config(**sizes, **how)
+    sizes |= dict(experts_per_token=8, num_programs=132)
+    config = decoder_block_config(**sizes)
     assert (config.o_splits, config.down_splits, config.router_splits) == (4, 4, 8)
     assert config.experts_per_part == 2
-    assert decoder_block_config(**sizes | change, **how) is None
+    assert decoder_block_config(**sizes | change) is None
 
 
 def test_blocks_and_items_cover_sizes_that_are_no_multiples():

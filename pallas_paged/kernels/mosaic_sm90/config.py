@@ -28,7 +28,7 @@ LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
 # Its rows, `hidden` and logits of experts have zeros behind them up to multiples of these, which
 # the threads of a warpgroup take evenly.
 ROW_UNIT, HIDDEN_UNIT, EXPERTS_UNIT = 512, 256, 128
-_MAX_EXPERTS = 256
+_MAX_EXPERTS, _MAX_CHOSEN = 256, 32  # one chosen expert for each lane of a warp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def decoder_block_config(
     tile, block_k = LINEAR_TILE, LINEAR_BLOCK_K
     if size % tile or attended_size % block_k or hidden_size % tile or out_size % tile:
         return None
-    if num_experts % 8 or num_experts > _MAX_EXPERTS:
+    if num_experts % 8 or num_experts > _MAX_EXPERTS or experts_per_token > _MAX_CHOSEN:
         return None
     size, hidden_size = padded(size, ROW_UNIT), padded(hidden_size, HIDDEN_UNIT)
     num_experts = padded(num_experts, EXPERTS_UNIT)

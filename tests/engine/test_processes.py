@@ -97,6 +97,7 @@ def test_the_others_hear_of_the_end_of_one_of_them():
             leader.follow(Recorder())
 
 
+@pytest.mark.cpu_budget(8)  # compiles steps with penalties and beams, where no test has before
 def test_an_engine_sends_every_call_that_changes_its_state(pair):
     followers, leader = pair
     engine, other = make_engine(), make_engine()

@@ -52,7 +52,7 @@ ODD_SIZES = 512, 832, 192, 128, 32
 
 
 @pytest.mark.parametrize(
-    ("routing", "w", "tile", "experts_per_part"),
+    ("routing", "w", "tile", "experts_per_split"),
     [
         (QWEN, routed_weights(*SIZES), 64, 1),
         (GPT_OSS, routed_weights(*ODD_SIZES, biases=True), 40, 2),
@@ -60,14 +60,14 @@ ODD_SIZES = 512, 832, 192, 128, 32
     ids=["Qwen", "gpt-oss"],
 )
 def test_the_row_goes_through_the_experts_with_the_largest_logits(
-    routing, w, tile, experts_per_part
+    routing, w, tile, experts_per_split
 ):
     """The second call has the mailbox that the first one cleared."""
     config = DecoderBlockConfig(
         num_programs=1,
         o_splits=2,
-        down_splits=routing.num_experts_per_tok // experts_per_part,
-        experts_per_part=experts_per_part,
+        down_splits=routing.num_experts_per_tok // experts_per_split,
+        experts_per_split=experts_per_split,
         router_splits=2,
         num_stages=3,
         **dict.fromkeys(("o_tile", "gate_up_tile", "down_tile", "qkv_tile"), tile),
@@ -138,7 +138,7 @@ def test_sizes_that_do_not_fit_have_no_config(change):
     sizes |= dict(experts_per_token=8, num_programs=132)
     config = decoder_block_config(**sizes)
     assert (config.o_splits, config.down_splits, config.router_splits) == (4, 4, 8)
-    assert config.experts_per_part == 2
+    assert config.experts_per_split == 2
     assert decoder_block_config(**sizes | change) is None
 
 
@@ -150,7 +150,7 @@ def test_blocks_and_items_cover_sizes_that_are_no_multiples():
         **sizes, num_experts=num_experts, experts_per_token=4, num_programs=132
     )
     splits = config.o_splits, config.down_splits, config.router_splits
-    assert (*splits, config.experts_per_part, config.num_stages) == (2, 2, 12, 2, 6)
+    assert (*splits, config.experts_per_split, config.num_stages) == (2, 2, 12, 2, 6)
 
     def check(shape, num_features, num_items, num_blocks, **how):
         weight = jax.ShapeDtypeStruct(shape, np.float16)

@@ -55,8 +55,8 @@ from pallas_paged.decoder.kernels.one_row_refs import (
     CLEARED,
     OneRowOutputs,
     OneRowScratch,
-    features_of,
     output_types,
+    padded_features,
     scratch_types,
 )
 from pallas_paged.decoder.kernels.one_row_router import choose, load_bias, logits_layout
@@ -79,17 +79,17 @@ def _block_kernel(
     eps: float,
     config: DecoderBlockConfig,
     routing: Routing | None,
-    features: dict[str, int],
+    num_features: dict[str, int],
     real_experts: int,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
     program, weights = lax.axis_index("program"), inputs.weights
     num_stages, dtype = scratch.weights.shape[0], scratch.x.dtype
-    size, hidden_size, num_experts = (features.get(name, 0) for name in ("o", "gate_up", "router"))
+    size, hidden_size = num_features["o"], num_features["gate_up"]
     real_size = inputs.residual.shape[1]
     experts = None if routing is None else scratch.choice.experts
-    products = products_of(weights, config, features, experts)
+    products = products_of(weights, config, num_features, experts)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
     def strided(num_elements):
@@ -259,6 +259,7 @@ def _block_kernel(
         norm = load_row(weights.mlp_norm, scratch.x)
         add_and_norm(residual, o_start, config.o_splits, norm)
         if routing is not None:
+            num_experts = num_features["router"]
             bias = load_bias(weights.router_bias, num_experts, interpret=interpret)
             store = functools.partial(publish_part, logits_start, size=num_experts)
             used = multiply(products["router"], used, store=store)
@@ -332,10 +333,10 @@ def between_attentions(
         routing: how experts are chosen, of weights with a router.
     """
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
-    features, given = features_of(weights), weights
+    num_features, given = padded_features(weights), weights
     if interpret:
         experts = None if routing is None else ()
-        products = products_of(weights, config, features, experts)
+        products = products_of(weights, config, num_features, experts)
         given = dataclasses.replace(
             weights, **{name: product.padded_weight() for name, product in products.items()}
         )
@@ -351,7 +352,7 @@ def between_attentions(
         eps=eps,
         config=config,
         routing=routing,
-        features=features,
+        num_features=num_features,
         real_experts=real_experts,
     )
     outputs = ops.run_kernel(

@@ -27,7 +27,7 @@ EMPTY = -1  # not yet published: as f32 a NaN that `publish` avoids
 def tile_indices(start: Any, count: Any) -> jax.Array:
     """Return i32`[64]`, the places of a tile's values from `start` on, -1 behind `count`."""
     row = ops.iota((TILE,), 0, ops.WGMMA_ROW)
-    return jnp.where(row < count, start + row, jnp.full_like(row, -1))
+    return jnp.where(row < count, start + row, -1)
 
 
 def publish(

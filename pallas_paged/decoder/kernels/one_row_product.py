@@ -61,7 +61,7 @@ class Product:
 
     def num_items(self, program: Any) -> Any:
         """Return how many items a program has."""
-        total = -(-self.num_features // self.tile) * self.num_splits
+        total = padded(self.num_features, self.tile) // self.tile * self.num_splits
         return lax.div(total - 1 - program + self.num_programs, self.num_programs)
 
     def item(self, program: Any, index: Any) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ class Product:
         return jnp.minimum(self.tile, self.num_features - features.start)
 
     def parts(self, split: Any) -> list[Any]:
-        """Return the numbers of the experts of an item, or its part of the columns."""
+        """Return the parts of an item: numbers of its experts, or its split of the columns."""
         return [split * self.experts_per_split + i for i in range(self.experts_per_split)]
 
     def halves(self, features: Any, part: Any, block: Any) -> list[Any]:
@@ -91,7 +91,7 @@ class Product:
     def padded_weight(self) -> jax.Array:
         """Return the weight, an array, with the zeros that a copy writes behind it."""
         sizes = list(self.weight.shape)
-        sizes[self.experts is not None] = -(-self.num_features // self.tile) * self.tile
+        sizes[self.experts is not None] = padded(self.num_features, self.tile)
         sizes[-1] = self.num_columns * (self.num_splits if self.experts is None else 1)
         more = [(0, size - old) for size, old in zip(sizes, self.weight.shape, strict=True)]
         return jnp.pad(self.weight, more)
@@ -120,33 +120,33 @@ class Product:
 
 
 def products_of(
-    weights: BlockWeights, config: DecoderBlockConfig, features: dict[str, int], experts: Any
+    weights: BlockWeights, config: DecoderBlockConfig, num_features: dict[str, int], experts: Any
 ) -> dict[str, Product]:
     """Return the products of a block, by the names of their weights.
 
     Args:
         weights: refs, or arrays.
         config: of the kernel.
-        features: of each weight, with padding, as `one_row_refs.features_of`.
+        num_features: of each weight, with padding, from `one_row_refs.padded_features`.
         experts: of the products with gate, up and down, or None.
     """
     splits = dict(o=config.o_splits, down=config.down_splits, router=config.router_splits)
     if experts is not None:
         splits["gate_up"] = config.experts_per_token
-    tiles = {name: getattr(config, f"{name}_tile", TILE) for name in features}
+    tiles = {name: getattr(config, f"{name}_tile", TILE) for name in num_features}
     return {
         name: Product(
             getattr(weights, name),
             None if name == "router" else getattr(weights, f"{name}_bias"),  # it is for the choice
             num_programs=config.num_programs,
             num_in_flight=min(round(config.num_in_flight * TILE / tiles[name]), config.num_stages),
-            num_features=num_features,
+            num_features=count,
             tile=tiles[name],
             num_splits=splits.get(name, 1),
             experts=experts if name in ("gate_up", "down") else None,
-            experts_per_split=config.experts_per_part if name == "down" else 1,
+            experts_per_split=config.experts_per_split if name == "down" else 1,
         )
-        for name, num_features in features.items()
+        for name, count in num_features.items()
     }
 
 

@@ -49,14 +49,14 @@ class OneRowScratch:
     choice: Any = None  # `ChoiceScratch`
 
 
-def features_of(weights: BlockWeights) -> dict[str, int]:
+def padded_features(weights: BlockWeights) -> dict[str, int]:
     """Return the features of each weight, in the order of use, as they are padded in mailboxes."""
     size = padded(weights.mlp_norm.shape[0], ROW_UNIT)
-    features = {"o": size}
+    found = {"o": size}
     if weights.router is not None:
-        features["router"] = padded(len(weights.router), EXPERTS_UNIT)
-    features |= {"gate_up": padded(weights.gate_up.shape[-3], HIDDEN_UNIT), "down": size}
-    return features if weights.qkv is None else {**features, "qkv": len(weights.qkv)}
+        found["router"] = padded(len(weights.router), EXPERTS_UNIT)
+    found |= {"gate_up": padded(weights.gate_up.shape[-3], HIDDEN_UNIT), "down": size}
+    return found if weights.qkv is None else {**found, "qkv": len(weights.qkv)}
 
 
 def output_types(weights: BlockWeights, dtype: Any) -> OneRowOutputs:
@@ -71,11 +71,11 @@ def output_types(weights: BlockWeights, dtype: Any) -> OneRowOutputs:
 
 def scratch_types(weights: BlockWeights, config: DecoderBlockConfig, dtype: Any) -> OneRowScratch:
     """Return the types of the refs in shared memory."""
-    features = features_of(weights)
-    size, hidden_size = features["o"], features["gate_up"]
+    num_features = padded_features(weights)
+    size, hidden_size = num_features["o"], num_features["gate_up"]
     if weights.router is None:
         hidden_size //= config.down_splits
-    hidden_size *= config.experts_per_part
+    hidden_size *= config.experts_per_split
     columns = max(size, weights.o.shape[1] // config.o_splits, hidden_size)
     return OneRowScratch(
         weights=plgpu.SMEM(
@@ -91,13 +91,13 @@ def scratch_types(weights: BlockWeights, config: DecoderBlockConfig, dtype: Any)
 
 def new_mailboxes(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
     """Return two cleared mailboxes, for the first of several calls with weights of these sizes."""
-    features = features_of(weights)
-    num_elements = (config.o_splits + config.down_splits) * features["o"] + weights.o.shape[1]
+    num_features = padded_features(weights)
+    num_elements = (config.o_splits + config.down_splits) * num_features["o"] + weights.o.shape[1]
     if weights.router is None:
-        num_elements += features["gate_up"]
+        num_elements += num_features["gate_up"]
     else:
-        num_logits = config.router_splits * features["router"]
-        num_elements += config.experts_per_token * features["gate_up"]
+        num_logits = config.router_splits * num_features["router"]
+        num_elements += config.experts_per_token * num_features["gate_up"]
         num_elements += padded(num_logits, CLEARED)
     empty = jnp.full(num_elements, EMPTY, jnp.int32)
     return empty, empty

@@ -70,7 +70,7 @@ def choose(
     need not wait for one another.
     """
     is_real = ops.iota(logits.shape, 0, logits_layout(*logits.shape)) < real_experts
-    logits = jnp.where(is_real, logits, jnp.full_like(logits, -jnp.inf))
+    logits = jnp.where(is_real, logits, -jnp.inf)
     k = routing.num_experts_per_tok
     scratch.logits[...] = logits
     plgpu.commit_smem()

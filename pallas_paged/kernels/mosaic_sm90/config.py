@@ -6,7 +6,6 @@ Importing this module does not import Mosaic.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 from pallas_paged.checks import (
     check_fixed_split_size,
@@ -21,7 +20,7 @@ _LEAST_COLUMNS = 512  # of a part of a product
 _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
 _LEAST_TILE = 32  # smaller ones leave too little in the ring while programs wait for one another
-_ITEM_ROWS = 8  # of a tile, which take as long as the begin and the end of an item
+_ITEM_ROWS = 8  # of a tile, which take as long as an item takes to begin and to end
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
@@ -131,7 +130,7 @@ class DecoderBlockConfig:
             [8, 64], a multiple of 8.
         o_splits, down_splits, router_splits: parts of the columns of weights that have few
             rows; of down of experts, parts of the experts of a row.
-        experts_per_part: experts of such a part.
+        experts_per_split: experts of such a part.
     """
 
     num_programs: int
@@ -144,12 +143,12 @@ class DecoderBlockConfig:
     o_splits: int = 1
     down_splits: int = 1
     router_splits: int = 1
-    experts_per_part: int = 1
+    experts_per_split: int = 1
 
     @property
     def experts_per_token(self) -> int:
         """Experts of a row; of weights with a router."""
-        return self.down_splits * self.experts_per_part
+        return self.down_splits * self.experts_per_split
 
 
 def padded(size: int, unit: int) -> int:
@@ -184,39 +183,37 @@ def decoder_block_config(
     if num_experts % 8 or num_experts > _MAX_EXPERTS or experts_per_token > _MAX_CHOSEN:
         return None
     size, hidden_size = padded(size, ROW_UNIT), padded(hidden_size, HIDDEN_UNIT)
-    num_experts = padded(num_experts, EXPERTS_UNIT)
 
-    def rounds(num_rows: int, tile: int, num_splits: int) -> int:
-        """Items of the program that has the most."""
-        return -(-(-(-num_rows // tile) * num_splits) // num_programs)
+    def best(num_rows: int, splits: list[tuple[int, float]]) -> tuple[int, int]:
+        """Return the tile and the splits with the least cost.
 
-    def cost(num_rows: int, tile: int, num_splits: int) -> float:
-        """Rows of that program, and as many as items and sums of parts take."""
-        num_items = rounds(num_rows, tile, num_splits)
-        return num_items * (tile + _ITEM_ROWS) / num_splits + num_splits / 2
+        Each pair is a number of splits and the columns of one, as a part of all or in experts. The
+        cost is rows of the program with the most, and as many as items and sums of splits take.
+        """
 
-    def best_tile(num_rows: int, num_splits: int = 1) -> int:
+        def cost(tile: int, num_splits: int, columns: float) -> float:
+            num_items = padded(num_rows, tile) // tile * num_splits
+            most = padded(num_items, num_programs) // num_programs
+            return most * (tile + _ITEM_ROWS) * columns + num_splits / 2
+
         tiles = range(LINEAR_TILE, _LEAST_TILE - 1, -8)
-        return min(tiles, key=lambda tile: cost(num_rows, tile, num_splits))
+        each = ((tile, *pair) for pair in splits for tile in tiles)
+        return min(each, key=lambda x: cost(*x))[:2]
 
-    def splits(num_columns: int) -> int:
-        """As few parts as have the least cost."""
+    def of_columns(num_columns: int) -> list[tuple[int, float]]:
         counts = [n for n in (1, 2, 4, 8) if n == 1 or num_columns % (n * block_k) == 0]
-        return min(counts, key=lambda n: cost(size, best_tile(size, n), n))
+        return [(n, 1 / n) for n in counts]
 
-    def cost_of_experts(tile: int, count: int) -> float:
-        """The same for down, with so many experts in a part."""
-        num_parts = experts_per_token // count
-        return rounds(size, tile, num_parts) * (tile * count + _ITEM_ROWS) + 2 * num_parts
-
-    o_splits, down_splits, router_splits, count = splits(attended_size), splits(hidden_size), 1, 1
-    down_tile, hidden = best_tile(size, down_splits), hidden_size // down_splits
+    router_splits = experts_per_split = 1
+    o_tile, o_splits = best(size, of_columns(attended_size))
+    down_tile, down_splits = best(size, of_columns(hidden_size))
+    hidden = hidden_size // down_splits
     if num_experts:
-        counts = [n for n in (1, 2, 4, 8) if experts_per_token % n == 0]
-        counts = [n for n in counts if n == 1 or n * hidden_size <= _MAX_BLOCK_ROW]
-        pairs = itertools.product((64, 56, 48), counts)
-        down_tile, count = min(pairs, key=lambda pair: cost_of_experts(*pair))
-        down_splits, hidden = experts_per_token // count, hidden_size * count
+        most = max(_MAX_BLOCK_ROW // hidden_size, 1)
+        counts = [n for n in (8, 4, 2, 1) if experts_per_token % n == 0 and n <= most]
+        down_tile, down_splits = best(size, [(experts_per_token // n, n) for n in counts])
+        experts_per_split = experts_per_token // down_splits
+        hidden = hidden_size * experts_per_split
         router_splits = max(n for n in range(1, 17) if size % (n * block_k) == 0)
     row = max(size, attended_size // o_splits, hidden)
     if row > _MAX_BLOCK_ROW:
@@ -224,19 +221,19 @@ def decoder_block_config(
     rest = (
         sum(-(-2 * n // 1024) * 1024 for n in (row + 64, size)) + 2 * 1024
     )  # barriers, reductions
-    rest += 4 * 1024 if num_experts else 0  # their scores, ranks, indices and weights
+    rest += 4 * 1024 if num_experts else 0  # logits, the chosen ones and their weights
     num_stages = min((HOPPER_SHARED_MEMORY - rest) // _BLOCK_STAGE, 6)
     if num_stages < 2:
         return None
     return DecoderBlockConfig(
         num_programs=num_programs,
         num_stages=num_stages,
+        o_tile=o_tile,
+        gate_up_tile=best(hidden_size, [(max(experts_per_token, 1), 1)])[0],
+        down_tile=down_tile,
+        qkv_tile=best(out_size, [(1, 1)])[0],
         o_splits=o_splits,
         down_splits=down_splits,
-        o_tile=best_tile(size, o_splits),
-        gate_up_tile=best_tile(hidden_size, max(experts_per_token, 1)),
-        down_tile=down_tile,
-        qkv_tile=best_tile(out_size),
         router_splits=router_splits,
-        experts_per_part=count,
+        experts_per_split=experts_per_split,
     )

@@ -44,12 +44,13 @@ def generate(
     Raises:
         ValueError: a prompt or a value is out of range.
     """
-    tensor_parallel = config.get("tensor_parallel_size")
-    if isinstance(tensor_parallel, int) and tensor_parallel > 1:  # EngineConfig refuses others
-        decoder = repeat_kv_heads(decoder, tensor_parallel)
+    num_devices = config.get("tensor_parallel_size")
+    if not isinstance(num_devices, int) or num_devices < 1:  # EngineConfig refuses these
+        num_devices = 1
+    decoder = repeat_kv_heads(decoder, num_devices)
     speculation, draft_params = config.get("speculative_config"), None
     if isinstance(speculation, dict) and isinstance(draft := speculation.get("model"), Decoder):
-        drafting, draft_params = engine_draft(draft)
+        drafting, draft_params = engine_draft(repeat_kv_heads(draft, num_devices))
         config["speculative_config"] = speculation | {"model": drafting}
     model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))
     tokens: Any = tokenizer

@@ -18,7 +18,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.command.options import say
 from models.command.prompts import Job, JobMaker, parse_line
-from models.command.setup import add_head, given, load_draft, prepare, print_defaults
+from models.command.setup import (
+    add_head,
+    devices_of,
+    given,
+    load_draft,
+    prepare,
+    print_defaults,
+)
 from models.decoder import engine_config, engine_model, load_checkpoint
 from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
@@ -32,7 +39,6 @@ from pallas_paged.engine import (
     RequestOutput,
     SamplingParams,
 )
-from pallas_paged.engine.device.placement import placements
 
 
 def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
@@ -53,8 +59,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options)
-    parallel = EngineConfig(**sizes)
-    places = placements(parallel.tensor_parallel_size, parallel.data_parallel_size, None)
+    EngineConfig(**sizes)
+    places = devices_of(args)
     base_seed = options.pop("seed", secrets.randbits(32))
     if args.chat_template is not None:  # an error even where no prompt has messages
         read_chat_template(args.checkpoint, file=args.chat_template)

@@ -13,7 +13,14 @@ from typing import Any
 
 from models.command.options import say
 from models.command.prompts import with_temperature
-from models.command.setup import add_head, given, load_draft, prepare, print_defaults
+from models.command.setup import (
+    add_head,
+    devices_of,
+    given,
+    load_draft,
+    prepare,
+    print_defaults,
+)
 from models.command.signals import Signals
 from models.decoder import engine_model, load_checkpoint
 from models.text import Tokenizer, chat_defaults, read_chat_template
@@ -45,6 +52,7 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     SamplingParams(**options)  # errors come before the loading of the model
     config = EngineConfig(**{"max_num_seqs": 1} | sizes)
+    mesh = devices_of(args)[0].mesh
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     if not template.exists and args.checkpoint.is_dir():
         raise ValueError(
@@ -52,7 +60,7 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
             " or let --prompt TEXT continue a text"
         )
     say(f"loading {args.checkpoint} ...")
-    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=mesh)
     more, draft_params = add_head(args, decoder, draft_params)
     config = replace(config, **more)
     tokenizer = Tokenizer(args.checkpoint)

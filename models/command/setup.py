@@ -19,9 +19,12 @@ from models.decoder import (
     engine_model,
     load_checkpoint,
     load_draft_head,
+    repeat_kv_heads,
 )
 from models.decoder.checkpoint import read_config
 from models.decoder.draft_head import ARCHITECTURE
+from pallas_paged.engine import EngineConfig
+from pallas_paged.engine.device.placement import Placement, placements
 
 
 def prepare(args: argparse.Namespace, *, level: int = logging.INFO) -> None:
@@ -44,6 +47,18 @@ def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def devices_of(args: argparse.Namespace) -> list[Placement]:
+    """Return where the replicas of the engine are.
+
+    Raises:
+        ValueError: there are too few devices, or a number is out of range.
+    """
+    names = ("tensor_parallel_size", "data_parallel_size")
+    sizes = {name: value for name in names if (value := getattr(args, name)) is not None}
+    config = EngineConfig(**sizes)
+    return placements(config.tensor_parallel_size, config.data_parallel_size, None)
+
+
 def load_draft(args: argparse.Namespace) -> Any:
     """Load the draft model of --speculative-config, which then has it in place of its folder.
 
@@ -64,7 +79,8 @@ def load_draft(args: argparse.Namespace) -> Any:
     if method != "draft_model" or not isinstance(folder, str):
         return None  # or `EngineConfig` says what is wrong
     say(f"loading {folder} ...")
-    model, weights = engine_model(load_checkpoint(folder, dtype=args.dtype)[0])
+    mesh = devices_of(args)[0].mesh
+    model, weights = engine_model(load_checkpoint(folder, dtype=args.dtype, mesh=mesh)[0])
     args.speculative_config = config | {"model": model}
     return weights
 
@@ -88,7 +104,8 @@ def add_head(
     if (config := args.draft_head) is None:
         return {}, draft_params
     say(f"loading {config['model']} ...")
-    model, weights = engine_draft(load_draft_head(config["model"], decoder))
+    head = load_draft_head(config["model"], decoder)
+    model, weights = engine_draft(repeat_kv_heads(head, devices_of(args)[0].num_devices))
     return {"speculative_config": config | {"model": model}}, weights
 
 

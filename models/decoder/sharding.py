@@ -119,5 +119,6 @@ def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
                 norms = jnp.repeat(norms, num_kv_heads // norms.shape[0], axis=0)
             param = param.replace(norms.reshape(num_kv_heads, -1, norms.shape[-1]))
         params.append((path, param))
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    kind, dtype = type(decoder), decoder.embed_tokens.weight.get_value().dtype  # a `DraftHead` too
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, nnx.from_flat_state(params))

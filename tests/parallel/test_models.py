@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models import server
 from models.decoder import (
     Decoder,
     ModelConfig,
@@ -19,6 +21,7 @@ from models.decoder import (
     repeat_kv_heads,
     save_checkpoint,
 )
+from models.decoder.draft_head import DraftHead, head_config
 from models.decoder.sharding import config_on
 from models.generate import generate
 from pallas_paged.engine import SamplingParams
@@ -191,11 +194,16 @@ def test_other_axes_of_a_mesh_have_copies(tmp_path):
 @pytest.fixture
 def command(checkpoint, capsys):
     prompts = ("--prompt", "ROMEO:", "--prompt", "O", "--max-tokens", "9", "--temperature", "3")
-    return lambda *args: run_command(checkpoint, capsys, *SIZES, *prompts, *args)
+    return lambda *args, prompts=prompts: run_command(checkpoint, capsys, *SIZES, *prompts, *args)
 
 
-def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, monkeypatch):
+@pytest.mark.parametrize("name", ["batch", "chat", "serve"])
+def test_commands_load_the_weights_onto_the_devices_of_their_engine(
+    name, command, checkpoint, tmp_path, monkeypatch
+):
     there = mesh(2)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
 
     def engine(model, weights, *, config, tokenizer, draft_params):
         assert draft_params is None
@@ -205,10 +213,17 @@ def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, m
             assert x.sharding.mesh == there
         raise KeyError("made")
 
-    monkeypatch.setattr("models.command.batch.Engine", engine)
+    monkeypatch.setattr(f"models.command.{name}.Engine", engine)
+    monkeypatch.setattr(server, "Signals", lambda *_: SimpleNamespace(call=None))
     mesh(6)
+    sizes = ["--tensor-parallel-size", "2", "--data-parallel-size", "3"]
     with pytest.raises(KeyError, match="made"):
-        command("--tensor-parallel-size", "2", "--data-parallel-size", "3")
+        if name == "serve":
+            server.main(["--checkpoint", str(checkpoint), "--port", "0", *SIZES, *sizes])
+        elif name == "chat":
+            command(*sizes, "--chat", "--chat-template", str(template), prompts=())
+        else:
+            command(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -236,3 +251,17 @@ def test_generate_repeats_kv_heads_for_the_devices():
     outputs = generate(decoder, prompts, params, implementation="xla", **sizes)
     found = [output.outputs[0].token_ids for output in outputs]
     assert found == [oracle.continue_(prompt, 6) for prompt in prompts]
+
+
+def test_a_draft_head_with_repeated_kv_heads_computes_the_same():
+    target = tiny_model(replace(TINY, num_kv_heads=1, num_layers=1))
+    head = DraftHead(head_config(target.config), dtype=np.float32, rngs=nnx.Rngs(1))
+    head.shares(target)
+    repeated = repeat_kv_heads(head, 2)
+    assert isinstance(repeated, DraftHead) and repeated.config.num_kv_heads == 2
+    tokens, cache = np.arange(5), (None,)
+    before = np.random.default_rng(0).standard_normal((5, head.config.hidden_size), np.float32)
+    found, expected = (
+        one.draft(tokens, tokens, before, causal_attend, cache)[0] for one in (repeated, head)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -30,10 +30,10 @@ MAX_N = 128  # completions of a prompt, as in OpenAI's API
 # The engine looks for each stop text after each token.
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
 _FIELDS = [one.name for one in dataclasses.fields(SamplingParams)]
-# Those that requests have in another form.
+# Those that requests have in another form, or not at all.
 _OTHERS = (
     *("max_tokens", "logit_bias", "seed", "stop", "logprobs", "prompt_logprobs", "detokenize"),
-    "structured_outputs",
+    *("structured_outputs", "return_routed_experts"),
 )
 # Fields of OpenAI's API that change nothing here.
 _IGNORED_FIELDS = (

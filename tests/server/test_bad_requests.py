@@ -55,6 +55,11 @@ OF_TEXTS = [
     ({"priority": 2**31}, "must be in -2147483647..2147483647", "priority"),
     ({"priority": -(2**31)}, "must be in -2147483647..2147483647", "priority"),
     ({"max_token": 5}, "unknown field max_token", "max_token"),
+    (
+        {"return_routed_experts": True},
+        "unknown field return_routed_experts",
+        "return_routed_experts",
+    ),
     ({"\ud800": 5}, "unknown field \\ud800", "\\ud800"),
     ({"model": 5}, "model must be a string", "model"),
     ({"prompt": ["x"] * 600, "n": 2}, "1200 sequences is more than the 1032", None),

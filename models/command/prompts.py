@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
-from pallas_paged.engine import Model, SamplingParams
+from pallas_paged.engine import Model, SamplingParams, StructuredOutputsParams
 from pallas_paged.server import ChatTemplate
 
 _CHAT_KEYS = ("tools", "documents", "chat_template_kwargs")
@@ -19,7 +19,8 @@ _KEYS = (
     "messages",
     *_CHAT_KEYS,
     "priority",
-    *(field.name for field in fields(SamplingParams)),
+    # Experts are not in the output.
+    *(one.name for one in fields(SamplingParams) if one.name != "return_routed_experts"),
 )
 MAX_TOKENS, TEMPERATURE = 400, 0.8  # where neither an option, a line nor the checkpoint has them
 
@@ -125,4 +126,13 @@ def parse_line(line: str) -> dict[str, Any]:
             entries["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
         except ValueError:
             raise ValueError(f"logit_bias={bias} must have token ids as keys") from None
+    structure = entries.get("structured_outputs")
+    if isinstance(structure, dict):
+        try:
+            entries["structured_outputs"] = StructuredOutputsParams(**structure)
+        except TypeError:
+            names = ", ".join(field.name for field in fields(StructuredOutputsParams))
+            raise ValueError(
+                f"structured_outputs={structure!r:.80} must have one of {names}"
+            ) from None
     return {name: value for name, value in entries.items() if value is not None}

@@ -13,6 +13,7 @@ from pallas_paged.engine import (
     Logprob,
     Request,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from tests.support.chat_folders import save_chat_folder
 from tests.support.checkpoints import edit
@@ -120,16 +121,18 @@ def test_keys_of_an_object_override_the_options(serve, submitted):
         {"prompt": "x", "max_tokens": 2, "n": 3, "temperature": 0, "logprobs": None},
         {"prompt": list(b"x"), "seed": 1, "priority": -1, "max_tokens": None, "best_of": 3},
         {"prompt": "x", "logit_bias": {"65": 100}},
+        {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}},
     ]
     options = dict(max_tokens=5, seed=7, logprobs=2, temperature=3.0)
     args = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     assert serve(objects, *args)[0] == 1
-    params = SamplingParams(**options)
+    params, choice = SamplingParams(**options), StructuredOutputsParams(choice=["yes", "no"])
     assert submitted == [
         (params, 0),
         (replace(params, max_tokens=2, n=3, temperature=0, seed=8), 0),
         (replace(params, seed=1, best_of=3), -1),
         (replace(params, seed=10, logit_bias={65: 100}), 0),
+        (replace(params, seed=11, structured_outputs=choice), 0),
     ]
 
 
@@ -195,6 +198,9 @@ def test_refused_prompts_get_an_error_and_the_others_run(serve, checkpoint):
         ({"prompt": "x", "n": True}, "n=True must be an integer"),
         ('{"prompt": "x", "min_p": NaN}', "min_p=nan must be a finite number"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias={'x': 1} must have token ids as"),
+        ({"prompt": "x", "structured_outputs": {"x": 1}}, "structured_outputs={'x': 1} must have"),
+        ({"prompt": "x", "structured_outputs": "x"}, "structured_outputs='x' must be"),
+        ({"prompt": "x", "return_routed_experts": True}, "unknown key 'return_routed_experts'"),
         ({"prompt": "x", "priority": "high"}, "priority='high' must be an integer"),
         ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, messages, tools, "),
         ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),

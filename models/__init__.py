@@ -1,1 +1,1 @@
-"""A small Llama-family decoder that generates text through `pallas_paged`."""
+"""A decoder for many checkpoints that generates text through `pallas_paged`."""

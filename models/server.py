@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m models.server",
-        description="Serve a Llama-family model over HTTP, with the endpoints of OpenAI's API.",
+        description="Serve a checkpoint over HTTP, with the endpoints of OpenAI's API.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -126,7 +126,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m models.generate",
-        description="Continue prompts with a Llama-family model over a paged KV cache.",
+        description="Continue prompts with a checkpoint, over a paged KV cache.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

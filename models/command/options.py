@@ -14,6 +14,7 @@ DEFAULT_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "shakespeare"
 _ENGINE_OPTIONS = (  # fields of `EngineConfig`
     ("page_size", int, "tokens a page (16)"),
     ("num_pages", int, "of the pool (for sequences of full length, if they fit)"),
+    ("memory_fraction", float, "of the GPU's free memory that the pool may take (0.8)"),
     (
         "max_model_len",
         int,

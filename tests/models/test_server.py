@@ -185,7 +185,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]
     options += ["--allowed-host", "x", "--allowed-host", "y", "--allow-priority"]
     options += ["--pooling", "last", "--served-model-name", "m", "--chat-template", str(template)]
-    options += ["--max-model-len", "32", "--warmup"]
+    options += ["--max-model-len", "32", "--memory-fraction", "0.5", "--warmup"]
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
     for more in ([], [*options, "all", "--wait-for-warmup"], [*options, "none"]):
         assert command.main(["--checkpoint", str(folder), *SIZES, *more]) == 0
@@ -213,6 +213,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     keys = dict(api_keys=("a", "b"), allowed_hosts=("x", "y"), allow_priority=True)
     assert own.config == ServerConfig(served_model_name="m", pooling="last", **keys, **limits)
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
+    assert [one.engine.engine.config.memory_fraction for one in (plain, own)] == [0.8, 0.5]
     assert plain.chat_template is None and plain.has_tokenizer
     assert own.chat_template.render([{"role": "user", "content": "x"}]) == "x"
     for service in (plain, own):

@@ -5,9 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
-from pallas_paged.checks import check_flag, check_has, check_integer, check_number
+from pallas_paged.attention.options import Implementation
+from pallas_paged.checks import (
+    check_flag,
+    check_has,
+    check_implementation,
+    check_integer,
+    check_interpret,
+    check_number,
+    validate_page_size,
+)
 from pallas_paged.engine.device.placement import Placement
 from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, page_bytes, pages_that_fit, pool_dtype
 from pallas_paged.engine.draft_head import DraftHead
@@ -230,6 +239,7 @@ class EngineConfig:
             "data_parallel_size",
         ):
             check_integer(name, getattr(self, name), 1)
+        validate_page_size(self.page_size)
         for name in ("num_pages", "max_model_len"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
@@ -245,6 +255,8 @@ class EngineConfig:
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0, at most 1")
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_implementation(self.implementation, get_args(Implementation))
+        check_interpret(self.interpret, self.implementation)
         if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")

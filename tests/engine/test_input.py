@@ -103,6 +103,7 @@ def test_generate_refuses_all_prompts_if_one_is_wrong(prompts, params, message):
         ({"max_num_batched_tokens": 4}, "tokens=4 must be more than max_num_seqs=4"),
         ({"num_scheduler_steps": 0}, "num_scheduler_steps=0 must be an integer in 1.."),
         ({"watermark": 1.0}, "watermark=1.0 must be at least 0 and below 1"),
+        ({"interpret": True}, "interpret=True needs a family of kernels"),
         ({"memory_fraction": 0}, "memory_fraction=0 must be above 0"),
         ({"page_size": 3}, "page_size=3 must be a power of two"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' must be"),

@@ -27,7 +27,7 @@ _GAUGES = {
     "num_kv_cache_pages": ("num_pages", "Pages of the pool."),
     "num_free_pages": ("num_free_pages", "Pages that are free."),
     "num_cached_pages": ("num_cached_pages", "Pages that only the prefix cache holds."),
-    "num_shared_pages": ("num_shared_pages", "Pages that several running sequences hold."),
+    "num_shared_pages": ("num_shared_pages", "Cached pages that several running sequences hold."),
     "num_window_pages": ("num_window_pages", "Pages of the pool of layers with a window, or 0."),
     "num_free_window_pages": ("num_free_window_pages", "Those that are free."),
     "num_used_pages": ("num_used_pages", "Pages that running sequences hold."),

@@ -50,7 +50,7 @@ class AttentionOptions(TypedDict, total=False):
     """Options of attention. None means that an option is not used.
 
     Attributes:
-        num_seqs: i32`[]`: sequences from there on count as empty, whatever `seq_lens`,
+        num_seqs: i32`[]`: sequences from this one on count as empty, whatever `seq_lens`,
             `block_tables` and `cu_q_lens` hold for them. None means all sequences.
         sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
         soft_cap: c of `c * tanh(x / c)`, from 1e-30 to 1e36. Static.

@@ -38,19 +38,18 @@ class SpeculativeConfig:
     """Where drafts come from, and how many the model verifies at a time.
 
     Attributes:
-        num_speculative_tokens: drafts of a row in each step, at most.
-        method: "ngram": the tokens that followed the newest ones where these stood before.
-            "suffix": likewise, in the other completions of the request too. "draft_model": tokens
-            that a smaller model draws. "eagle": that a `DraftHead` draws from the hidden states of
-            the model.
-        model: of "draft_model" and "eagle", that model or head, with the vocabulary of the
+        num_speculative_tokens: most drafts of a row in each step.
+        method: "ngram": the tokens that followed the newest ones earlier in the sequence. "suffix":
+            also in other completions of the request. "draft_model": tokens that a smaller model
+            draws. "eagle": tokens that a `DraftHead` draws from the hidden states of the model.
+        model: with "draft_model" and "eagle", that model or head, with the vocabulary of the
             engine's. Its weights are the `draft_params` of the engine.
-        prompt_lookup_max, prompt_lookup_min: of "ngram", most and fewest of the newest tokens that
-            must have stood there, at most 64. One that is None is as the other; both None: 5.
-        suffix_decoding_max_tree_depth: of "suffix", most of the newest tokens that are compared, at
-            most 64; None: 24.
-        suffix_decoding_max_spec_factor: of "suffix", drafts for each token that stood there; None:
-            1.
+        prompt_lookup_max, prompt_lookup_min: with "ngram", longest and shortest match in tokens, at
+            most 64. If one is None, it equals the other; both None: 5.
+        suffix_decoding_max_tree_depth: with "suffix", longest match in tokens, at most 64; None:
+            24.
+        suffix_decoding_max_spec_factor: with "suffix", most drafts for each token of the match;
+            None: 1.
 
     Raises:
         ValueError: a value is out of its range.
@@ -186,8 +185,9 @@ class EngineConfig:
     Attributes:
         num_pages: pages of the pool. None: what `memory_fraction` of the free device memory holds,
             and no more than `max_num_seqs` sequences of full length need. Of a model in which some
-            layers have a window, pages of the layers that see all tokens, see `sizes`.
-        memory_fraction: above 0 and at most 1.
+            layers have a window, pages of the layers that see all tokens.
+        memory_fraction: share of the free device memory that the pool may take, above 0 and at most
+            1. Where devices do not report their memory, as CPUs, the pool may take 1 GiB.
         page_size: tokens of a page, a power of two from 1 to 256.
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens of a step, more than `max_num_seqs`: one for each sequence
@@ -205,9 +205,9 @@ class EngineConfig:
             query heads.
         data_parallel_size: replicas, each with its own devices, weights, pool and prefix cache. All
             sizes above are those of one replica.
-        speculative_config: a dict with the fields of `SpeculativeConfig`: the model verifies drafts
-            of several tokens in a step, where that is faster; None: it never does. Stored as a
-            `SpeculativeConfig`.
+        speculative_config: a dict, whose keys docs/engine.md lists: the model verifies drafts of
+            several tokens in a step, where that is faster. None: no drafts. Stored as an object
+            with these fields.
 
     Raises:
         ValueError: a value is out of its range.

@@ -11,17 +11,17 @@ from pallas_paged.pages.layer import LayerKV
 
 
 class DraftHead(Protocol):
-    """Drafts from a token and what the model made of the tokens before it.
+    """Drafts from a token and the model's hidden state of the token before it.
 
-    Layers for multi-token prediction, as of DeepSeek-V3, and the heads of EAGLE are such; a `Model`
-    whose hidden states have those of several layers side by side, which its `logits` skips, serves
-    those of EAGLE-3. All but the attributes and methods here is as of `Model`. Where the head uses
-    the embeddings or the output layer of the model, `draft_params` has the same arrays, which are
-    not copied.
+    Examples are the heads of EAGLE, and layers for multi-token prediction as in DeepSeek-V3. For
+    EAGLE-3 the model returns the hidden states of several layers side by side, and its `logits`
+    reads those of the last layer. What is not described here is as in `Model`. If the head uses the
+    embeddings or the output layer of the model, `draft_params` has the same arrays, which are not
+    copied.
 
     Attributes:
-        hidden_size: elements of what it takes of a token, D.
-        vocab_size, max_model_len, eos_token_ids, kv_cache_spec: as of `Model`.
+        hidden_size: D, elements that it takes of a token's hidden state.
+        vocab_size, max_model_len, eos_token_ids, kv_cache_spec: as in `Model`.
     """
 
     @property
@@ -52,9 +52,9 @@ class DraftHead(Protocol):
 
         Args:
             params, tokens, positions, attend, cache: as of `Model`.
-            before: `[T, D]`, for each token what `read_hidden` made of the token before it; behind
-                a draft the head's own hidden state. 0 for the first token of a sequence, and where
-                the token before came from the prefix cache.
+            before: `[T, D]`, for each token the result of `read_hidden` for the token before it, or
+                the head's own hidden state if that is a draft. 0 for the first token of a sequence,
+                and where the token before came from the prefix cache.
 
         Returns:
             Hidden states `[T, D]`, and the cache as `attend` returned it.

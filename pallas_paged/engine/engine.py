@@ -198,8 +198,8 @@ class Engine:
             routed_experts: integers `[P + T - 1, L, k]` for each, experts to use in place of the
                 router's: of each token but the last, and of each of the model's L layers with
                 experts, as `CompletionOutput.routed_experts` has them. Rows below 0 may follow, as
-                padding. Their weights are those of this model's router. Below 0, and None: its own
-                choice. For an index that the model lacks, no expert of `models/` computes.
+                padding. Their weights are those of this model's router. Below 0, and with None, the
+                router chooses. `models/` computes no expert for an index out of range.
 
         Returns:
             `f32[B, T]`, log-probability of each token of each completion under the raw logits,
@@ -287,7 +287,8 @@ class Engine:
         """Compile every shape that a step may have, so that nothing compiles later.
 
         Args:
-            params: parameters like those of the requests to come; None is prepared for any.
+            params: parameters like those of the requests to come. None, alone or among others,
+                stands for any without structured outputs, routed experts and pooling.
             progress: whether to show a bar on stderr (with tqdm, on a terminal).
 
         Raises:

@@ -34,11 +34,11 @@ class KVCacheSpec:
         num_layers: layers with K and V.
         num_kv_heads: K/V heads of a layer.
         head_dim: elements of a head.
-        v_head_dim: of multi-head latent attention: elements of a latent, which are V of all heads,
-            and the first of `head_dim`. `num_kv_heads` is 1 then. None: V are apart.
+        v_head_dim: for multi-head latent attention: elements of a latent, which is V of all heads
+            and the first part of `head_dim`; `num_kv_heads` is 1 then. None: K and V are apart.
         dtype: of K and V as the model computes them.
-        window_num_kv_heads, window_head_dim: of layers with a window, where other layers see all
-            tokens; None: as of those.
+        window_num_kv_heads, window_head_dim: for layers with a window, where other layers see all
+            tokens; None: as in the other layers.
         sliding_windows: for each layer, how many tokens a query sees, itself included; None for a
             layer without a window, or for all layers. The engine frees the pages left of the
             largest, see `groups`.
@@ -199,16 +199,15 @@ class Attend(Protocol):
     ) -> tuple[Any, LayerKV]:
         """Do the same from the product with a fused weight, with fewer kernels.
 
-        What stands between the product and attention is one: the norms and the rotation of q and k,
-        and the write.
+        The norms and the rotation of q and k, and the write, are one kernel.
 
         Args:
             qkv: `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
             cache: pages of this layer.
             rotation, q_norm, k_norm, eps: as in `rotate_and_write_kv`.
             sliding_window, sm_scale, soft_cap, alibi_slopes, sinks: as in `paged_attention`.
-            unmerged: return in place of the output of one row, where its kernel has partial
-                states, an `UnmergedAttention`, which `between_attentions` takes.
+            unmerged: for one row, return the partial states of its kernel, if there are any, as an
+                `UnmergedAttention` for `between_attentions`, in place of the output.
 
         Returns:
             The output `[T, Hkv * G, D]`, and the layer with the new K and V.
@@ -232,7 +231,7 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, LayerKV]:
         """Write new latents to their pages, then attend with absorbed queries.
 
-        Of a layer of a model whose `KVCacheSpec` has a `v_head_dim`.
+        For models whose `KVCacheSpec` has a `v_head_dim`.
 
         Args:
             q_nope: `[T, Hq, v_head_dim]`, as in `mla_attention`.
@@ -302,9 +301,9 @@ class Model(Protocol):
     it, parameters that are on the devices of the replica stay sharded as they are, and others are
     replicated.
 
-    For fast starts a model may have `cache_key`, a string that names all that its programs follow
-    from: its code (`sources_key` of its package) and its sizes. Where JAX has a compilation cache,
-    a later process with the same key then loads compiled steps and calls no method of the model.
+    For fast starts a model may have `cache_key`, a string that changes with its code (`sources_key`
+    of its package) and its sizes. Where JAX has a compilation cache, a later process with the same
+    key then loads compiled steps and calls no method of the model.
 
     Attributes:
         vocab_size: number of token ids.

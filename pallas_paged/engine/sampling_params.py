@@ -26,23 +26,22 @@ _MAX_LENGTH_PENALTY = 10  # powers of lengths stay far from overflow
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is continued. Names, defaults and ranges are those of vLLM.
+    """How one request is continued. Names are vLLM's; docs/coming-from.md lists what differs.
 
     Values are checked at creation, and stored hashable: `stop` and `stop_token_ids` as tuples,
     `logit_bias` as pairs sorted by token id, empty where None was given.
 
     Attributes:
-        n: completions to return.
+        n: completions to return, at most 16384.
         best_of: completions to sample; the `n` with the highest mean log-probability are returned.
             None samples `n`.
-        beam_width: search with this many beams and return the `n` best; one beam is greedy
-            decoding, and `temperature` and the filters are ignored. None samples.
-        length_penalty: beams are ranked by log-probability / length ** length_penalty, at most 10
-            in size.
+        beam_width: search with this many beams, at most 10, and return the `n` best; one beam is
+            greedy decoding, and `temperature` and the filters are ignored. None samples.
+        length_penalty: beams are ranked by log-probability / length ** length_penalty; in -10..10.
         max_tokens: most tokens of a completion; 0 computes the prompt only. None: the rest of the
             context.
-        min_tokens: tokens of a completion before which no stop token is sampled; a stop text that
-            they complete ends nothing.
+        min_tokens: no stop token is sampled before so many tokens of a completion, and a stop text
+            within them ends nothing.
         temperature: divides the logits; 0, or less than the least normal f32, is greedy decoding,
             which ignores the filters.
         top_k: keep the k most probable tokens; 0 or -1 is off.
@@ -53,13 +52,14 @@ class SamplingParams:
         repetition_penalty: divides the positive logits and multiplies the negative logits of
             tokens in the prompt or the completion; 1 is off.
         logit_bias: added to the logits, by token id; values in -100..100.
-        seed: equal seeds and prompts sample equal tokens, whatever else runs. None: random, and
-            the request reports it.
+        seed: in 0..2**32 - 1; equal seeds and prompts sample equal tokens, whatever else runs.
+            None: random, and the request reports it.
         stop: a text or texts that end a completion. The completion's text ends before it.
-        stop_token_ids: tokens that end a completion, in addition to the model's end of sequence.
+        stop_token_ids: at most 64 tokens that end a completion, in addition to the model's end of
+            sequence.
         ignore_eos: continue after the model's end of sequence.
-        logprobs: number of most probable alternatives to report for each token, with the token's
-            own log-probability. None reports nothing.
+        logprobs: number of most probable alternatives to report for each token, 0 to 20, beside the
+            token's own log-probability. None reports nothing.
         prompt_logprobs: the same for the tokens of the prompt.
         return_routed_experts: whether to report the experts to which each token was routed, of a
             model with experts.

@@ -31,9 +31,9 @@ class ServerConfig:
         api_keys: a request must have one of these keys; empty: requests need none.
         allowed_hosts: the header Host must be one of these names, without its port; empty: any.
         allow_priority: whether a request may have a priority, and so pass others.
-        tool_call_parser: how the model writes calls of tools: a key of `TOOL_CALL_PARSERS`, "auto"
-            (by the text of the chat template), or "none".
-        reasoning_parser: how it writes its reasoning: a key of `REASONING_PARSERS`, or the same.
+        tool_call_parser: how the model writes calls of tools: a name that docs/server.md lists,
+            "auto" (by the text of the chat template), or "none".
+        reasoning_parser: how it writes its reasoning: likewise.
         pooling: how the model makes a vector of a prompt, as in `PoolingParams`.
         max_body_bytes: most bytes of a request's body.
         max_total_body_bytes: most bytes of all bodies that are being read; more requests get status

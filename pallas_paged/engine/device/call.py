@@ -13,7 +13,6 @@ from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend
 from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch, ChunkBatch, Mappings
 from pallas_paged.engine.device.state import EngineState
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.sampling.logprobs import Logprobs
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import slot_mapping
@@ -189,7 +188,7 @@ def follow(
     hidden: jax.Array,
     decode_rows: jax.Array,
     chunks: ChunkBatch | None,
-    after: Logprobs | jax.Array,
+    after: jax.Array,
 ) -> EngineState:
     """Store the K and V that the draft model, if there is one, has of what `call` computes.
 
@@ -199,14 +198,13 @@ def follow(
         call, state, tokens, token_rows, positions, decode_rows, chunks: as in `Call.hidden`. Tokens
             of a row stand one after another.
         hidden: `[T, E]`, that the model has returned.
-        after: the last result of the model's own that devices add up: they add up one thing at a
-            time.
+        after: `i32`, the last result of the model's own that devices add up, at least
+            `NOT_SAMPLED`: they add up one thing at a time.
     """
     if call.draft is None:
         return state
     if call.peers is not None:
-        last = after if isinstance(after, jax.Array) else after.rank
-        tokens = jnp.where(jnp.any(last < NOT_SAMPLED), 0, tokens)
+        tokens = jnp.where(jnp.any(after < NOT_SAMPLED), 0, tokens)
     if chunks is not None:  # those are the experts of the other model
         chunks = replace(chunks, routed_experts=None)
     before, last_hidden = None, state.last_hidden

@@ -45,24 +45,13 @@ def decode(call: Call, state: EngineState) -> Result:
         state, rows, ok = _extend(call, state, index < batch.num_steps)
         lens = _seq_lens(state.table, rows)
         tokens = state.slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
-        state, hidden, mappings, experts = call.hidden(
-            state, tokens, rows, lens - 1, decode_rows=rows, chunks=None
-        )
+        new = tokens, rows, lens - 1
+        state, hidden, mappings, experts = call.hidden(state, *new, decode_rows=rows, chunks=None)
         logits = call.logits(hidden)
         where = batch.decode_slots, rows, lens
         state, drawn, logprobs = _sample(batch, state, logits, *where, peers=call.peers)
-        after = drawn if logprobs is None else logprobs
-        state = follow(
-            call,
-            state,
-            tokens,
-            rows,
-            lens - 1,
-            hidden=hidden,
-            decode_rows=rows,
-            chunks=None,
-            after=after,
-        )
+        after = drawn if logprobs is None else logprobs.rank
+        state = follow(call, state, *new, hidden=hidden, decode_rows=rows, chunks=None, after=after)
         goes_on = ~state.slots.finished.at[rows].get(mode="fill", fill_value=True)
         goes_on &= index + 1 < batch.num_steps
         return state, (drawn, mappings, logprobs, experts), jnp.all(ok) & jnp.any(goes_on)
@@ -94,9 +83,8 @@ def _leave_undrawn(call: Call, state: EngineState) -> Result:
     state, rows, _ = _extend(call, state, call.batch.num_steps > 0)
     lens = _seq_lens(state.table, rows)
     tokens = state.slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
-    state, hidden, mappings, experts = call.hidden(
-        state, tokens, rows, lens - 1, decode_rows=rows, chunks=None
-    )
+    new = tokens, rows, lens - 1
+    state, hidden, mappings, experts = call.hidden(state, *new, decode_rows=rows, chunks=None)
     undrawn = Undrawn(logits=call.logits(hidden), rows_and_lens=jnp.stack([rows, lens]))
     mappings, experts = jax.tree.map(lambda x: x[None], (mappings, experts))
     token_ids = jnp.full((1, rows.size), NOT_SAMPLED)
@@ -136,9 +124,8 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
     positions = positions.at[places].set(_seq_lens(state.table, rows) - 1, mode="drop")
     tokens = state.slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
     tokens = chunks.token_ids.at[places].set(tokens, mode="drop")
-    state, hidden, mappings, experts = call.hidden(
-        state, tokens, token_rows, positions, decode_rows=rows, chunks=chunks
-    )
+    new = tokens, token_rows, positions
+    state, hidden, mappings, experts = call.hidden(state, *new, decode_rows=rows, chunks=chunks)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
     ends = jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
     last = jnp.zeros(num_slots, jnp.int32).at[chunks.slots].set(ends, mode="drop")
@@ -150,23 +137,13 @@ def prefill_and_decode(call: Call, state: EngineState) -> Result:
     logits = call.logits(hidden[last])
     where = slots, sampled, state.table.seq_lens
     state, drawn, logprobs = _sample(call.batch, state, logits, *where, peers=call.peers)
-    prompt_logprobs, after = None, drawn if logprobs is None else logprobs
+    prompt_logprobs, after = None, drawn if logprobs is None else logprobs.rank
     if chunks.targets is not None:
         # Devices add up one thing at a time: this, after what they have added up for the samples.
-        last = drawn if logprobs is None else logprobs.rank
-        targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
-        prompt_logprobs = after = _prompt_logprobs(call, hidden, targets)
-    state = follow(
-        call,
-        state,
-        tokens,
-        token_rows,
-        positions,
-        hidden=hidden,
-        decode_rows=rows,
-        chunks=chunks,
-        after=after,
-    )
+        targets = jnp.where(jnp.any(after < NOT_SAMPLED), -1, chunks.targets)
+        prompt_logprobs = _prompt_logprobs(call, hidden, targets)
+        after = prompt_logprobs.rank
+    state = follow(call, state, *new, hidden=hidden, decode_rows=rows, chunks=chunks, after=after)
     logprobs = jax.tree.map(lambda x: x[None], logprobs)
     output = output_of(state, drawn[None], mappings, logprobs, experts, prompt_logprobs)
     return state, replace(output, pooled=_pooled(chunks, hidden))

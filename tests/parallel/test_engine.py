@@ -172,7 +172,8 @@ def test_kernels_partition_themselves_in_the_step(implementation, num_devices):
     if implementation.endswith("_interpret") and num_devices == 2:  # which is slow to compile
         runner = engine.replicas[0].runner
         for shape in runner.buckets.all():
-            text = runner.executor.lower(runner.empty_batch(shape, *GREEDY)).as_text()
+            batch = runner.empty_batch(shape, *GREEDY)
+            text = runner.executor.compilation(batch).lower().as_text()
             calls = re.findall(r"call @(attention_\w+)\(", text)
             kinds = 1 + (shape[1] > 0)  # decoding rows, and chunks
             assert len(calls) == kinds * model.num_layers
@@ -213,7 +214,8 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape, implement
     runner = engine.replicas[0].runner
     pool = jax.tree.leaves(runner.executor.state.pool)
     assert {x.addressable_shards[0].data.shape[2] for x in pool} == {max(4 // num_devices, 1)}
-    compiled = runner.executor.lower(runner.empty_batch(shape, SamplingMode())).compile()
+    batch = runner.empty_batch(shape, SamplingMode())
+    compiled = runner.executor.compilation(batch).lower().compile()
     sent = r"= \(?(\w+)\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
     shapes = [shape.split(",") for _, shape in re.findall(sent, compiled.as_text())]
     sizes = [np.prod([int(size) for size in shape if size]) for shape in shapes]

@@ -216,8 +216,8 @@ def assert_copies_no_pool(engine: Engine, shape: tuple[int, ...] | None = None) 
     """
     runner = engine.replicas[0].runner
     batch = runner.empty_batch(shape or runner.buckets.all()[0], SamplingMode())
-    compiled, pool = runner.executor.lower(batch).compile(), runner.executor.pool_shape
-    memory = compiled.memory_analysis()
+    compiled = runner.executor.compilation(batch).lower().compile()
+    pool, memory = runner.executor.pool_shape, compiled.memory_analysis()
     pages = pool.layers[0].k_pages
     # Less than half of one layer's K: the rest is workspace; cuBLAS takes 32 MiB.
     assert memory.temp_size_in_bytes < pages.size * pages.dtype.itemsize / 2, memory

@@ -28,11 +28,6 @@ class AttentionKernels(NamedTuple):
     interpret: bool = False
 
     @property
-    def attention(self) -> dict[str, Any]:
-        """The options of attention."""
-        return self._asdict()
-
-    @property
     def writes(self) -> dict[str, Any]:
         """The options of `rotate_and_write_kv`: of the same family where it writes, or the best."""
         if self.implementation == "xla" or (self.implementation == "triton" and self.interpret):
@@ -185,7 +180,7 @@ class PagedAttend:
         **options: Any,
     ) -> tuple[Any, LayerKV]:
         pages = self._begin(cache, options)
-        how = pages.decoding | self._kernels.attention | options
+        how = pages.decoding | self._kernels._asdict() | options
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
@@ -245,7 +240,7 @@ class PagedAttend:
     ) -> tuple[jax.Array, LayerKV]:
         """Attend with q, or with `q_nope` and `q_pe` to latents."""
         self._seen.append(cache.k_pages)
-        options |= self._kernels.attention
+        options |= self._kernels._asdict()
         of_rows: Any = paged_attention
         of_chunks: Any = ragged_paged_attention
         if cache.is_latent:

@@ -141,9 +141,7 @@ class Executor:
         shardings = None if placement.mesh is None else Shardings.of(self.state)
         kernels = AttentionKernels(config.implementation, config.interpret)
         draft = config.draft_model
-        of_draft = None
-        if draft is not None and draft_weights is not None:
-            of_draft = draft, draft_weights.structure
+        of_draft = None if draft_weights is None else (draft, draft_weights.structure)
         self._step = program.make_step(model, weights.structure, kernels, shardings, of_draft)
         mesh = placement.mesh
         self._programs: dict[Any, jax.stages.Compiled] = {}  # of the batches of a kind
@@ -296,10 +294,6 @@ class Executor:
             yield
         finally:
             self._is_collecting = False
-
-    def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """Lower the step of a batch."""
-        return self._step.lower(*self._arguments(batch))  # type: ignore[attr-defined]
 
     def _arguments(self, batch: Batch) -> tuple[Any, ...]:
         counts = self._make_counts() if batch.mode.penalties else None

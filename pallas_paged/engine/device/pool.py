@@ -36,14 +36,11 @@ def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:
         kv_cache_dtype: a name of `KV_CACHE_DTYPES`; None takes the dtype of the model.
 
     Raises:
-        ValueError: another name, or neither the dtype of the model nor int8 or fp8.
+        ValueError: it is neither the dtype of the model nor int8 or fp8.
     """
     own = jnp.dtype(spec.dtype)
     if kv_cache_dtype is None:
         return own
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        names = ", ".join(KV_CACHE_DTYPES)
-        raise ValueError(f"{kv_cache_dtype=} must be one of {names}, or None")
     dtype = jnp.dtype(KV_CACHE_DTYPES[kv_cache_dtype])
     if dtype != own and dtype.itemsize > 1:
         raise ValueError(f"{kv_cache_dtype=} must be int8, fp8 or the model's dtype, {own.name}")

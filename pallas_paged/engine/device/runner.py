@@ -60,11 +60,6 @@ class ModelRunner:
         if config.implementation is not None or executor.placement.mesh is not None:
             executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
-    @property
-    def num_compiled(self) -> int:
-        """Number of steps compiled: shapes times sampling modes."""
-        return len(self.steps)
-
     @cached_property
     def routed_experts_shape(self) -> tuple[int, int] | None:
         """Layers with experts and experts of a token (L, k) that the model reports, or None.
@@ -160,7 +155,7 @@ class ModelRunner:
         is_last = scheduled.nothing_waits and all(one.is_last for one in chunks)
         is_alone = self.executor.placement.num_processes == 1  # others compile what they are sent
         if chunks and is_last and is_alone and not has_experts:
-            self.steps.compile((shape, mode), self._step_after(scheduled))
+            self.steps.compile((shape, mode), self._step_after(sequences))
         return self._run(decodes, chunks, shape, mode, scheduled.num_verifications)
 
     def draw(
@@ -237,9 +232,8 @@ class ModelRunner:
         masks = empty_masks(batch.decode_slots.size, self.executor.model.vocab_size)
         return self._with_masks(batch, masks, decodes, chunks)
 
-    def _step_after(self, scheduled: SchedulerOutput) -> Step | None:
+    def _step_after(self, sequences: list[Sequence]) -> Step | None:
         """Return the step of the decode steps that follow the last chunks, or None."""
-        sequences = [x.sequence for x in scheduled.decodes] + [x.sequence for x in scheduled.chunks]
         params = [one.request.params for one in sequences]
         if not all(x.num_seqs == 1 and x.max_tokens not in (0, 1) for x in params):
             return None

@@ -171,8 +171,7 @@ def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
     pool = KVPool(layers=tuple(chain.from_iterable(one.layers for one in each)))
     if (last_hidden := state.last_hidden) is not None:
         last_hidden = last_hidden.at[dst].set(last_hidden[src], mode="drop")
-    state = replace(state.with_tables(tables), pool=pool, valid=valid)
-    return replace(state, last_hidden=last_hidden)
+    return replace(state.with_tables(tables), pool=pool, valid=valid, last_hidden=last_hidden)
 
 
 def set_slots(state: EngineState, indices: jax.Array, values: SlotStates) -> EngineState:

@@ -312,7 +312,7 @@ def stats_of(replicas: Sequence[Replica]) -> EngineStats:
         num_preemptions=sum(one.num_preemptions for one in schedulers),
         prefix_cache_queries=sum(one.num_queried_tokens for one in schedulers),
         prefix_cache_hits=sum(one.num_hit_tokens for one in schedulers),
-        compilations=sum(replica.runner.num_compiled for replica in replicas),
+        compilations=sum(len(replica.runner.steps) for replica in replicas),
         num_pages=sum(replica.num_pages for replica in replicas),
         num_window_pages=sum(replica.num_window_pages for replica in replicas),
         num_shared_pages=sum(cache.num_shared for cache in caches),

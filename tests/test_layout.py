@@ -100,7 +100,7 @@ OWNERS = {
         "request output token_ids max_len mode stop_token_ids detokenizer grammar is_forced"
         " num_unforced routed_experts"
     ),
-    "schedule/scheduler.py": "slot num_starts num_computed num_pending decoding fork_source forks",
+    "schedule/scheduler.py": "slot num_computed num_pending decoding fork_source forks",
     "schedule/kv_cache_manager.py": "num_stored pages window_pages lease caches block_hashes",
 }
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort"}

@@ -40,7 +40,6 @@ class Sequence:
             the request, which forks share.
     Attributes, of `Scheduler`:
         slot: row of the page table, while it is running.
-        num_starts: times that it was given a slot; more than 1 after a preemption.
         num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
         num_pending: tokens that dispatched steps sample and the host has not read.
         decoding: whether its last token is on the device, so that it decodes without the host.
@@ -69,7 +68,6 @@ class Sequence:
     num_unforced: int = 0
     routed_experts: list[np.ndarray] = field(default_factory=list)
     slot: int | None = None
-    num_starts: int = 0
     num_computed: int = 0
     num_pending: int = 0
     decoding: bool = False
@@ -301,7 +299,7 @@ class SequenceGroup:
 
     def start(self) -> list[list[Sequence]]:
         """Return sequences to schedule at the beginning; those of a list have the same tokens."""
-        request = self.request
+        request, grammar = self.request, self.request.grammar
         self._drawn = [
             Sequence(
                 request=request,
@@ -312,7 +310,7 @@ class SequenceGroup:
                 mode=self._mode,
                 stop_token_ids=self._stop_token_ids,
                 detokenizer=self._detokenizer(),
-                grammar=self._grammar_state(),
+                grammar=None if grammar is None else grammar.start(self._stop_token_ids),
             )
             for output in request.outputs or request.new_completions()
         ]
@@ -350,10 +348,6 @@ class SequenceGroup:
         """Return all completions, the best first."""
         ranked = sorted(self._drawn, key=lambda one: one.mean_logprob, reverse=True)
         return [one.output for one in ranked]
-
-    def _grammar_state(self) -> GrammarState | None:
-        grammar = self.request.grammar
-        return None if grammar is None else grammar.start(self._stop_token_ids)
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:

@@ -305,9 +305,7 @@ class Scheduler:
         pairs: list[tuple[int, int]] = []
         late: list[Sequence] = []
         for source in [*self.running]:
-            if not source.forks or source.num_to_prefill:
-                continue
-            if source.num_stored < source.num_computed:
+            if not source.forks or source.num_to_prefill or source.num_stored < source.num_computed:
                 continue
             forks, source.forks = source.forks, []
             num_copies = self.pages.num_copied_by_fork(source)
@@ -375,7 +373,6 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.slot = self.unused_slots.pop()
-        sequence.num_starts += 1
         insort(self.running, sequence, key=lambda x: x.order)
 
     def _stop(self, sequence: Sequence) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pallas_paged.engine.requests.detokenizer import overlap
 from pallas_paged.server.calls import CallFinder, read_calls
 from pallas_paged.server.tools import (
     CONTENT,
@@ -115,7 +116,7 @@ class AnswerParser:
             if self._region is not CONTENT:
                 marker = self._close(marker)
             self._open(marker)
-        held = 0 if is_last else max((_overlap(self._rest, x) for x in self._markers()), default=0)
+        held = 0 if is_last else max((overlap(self._rest, x) for x in self._markers()), default=0)
         self._take(self._cut(len(self._rest) - held))
 
     def _cut(self, size: int) -> str:
@@ -253,9 +254,3 @@ class AnswerParser:
         if region.kind != "reasoning":
             self._parts.content += self._space
         self._space = ""
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` with which `marker` begins."""
-    longest = min(len(marker) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

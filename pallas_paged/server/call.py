@@ -213,7 +213,7 @@ def take_params(
     values["structured_outputs"] = _structured_outputs(fields)
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
-    _check_stop(given.get("stop", []))
+    _check_stop(_as_list(given.get("stop", [])))
     if "beam_width" in given:
         defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
     for name in ("stop", "stop_token_ids"):
@@ -297,8 +297,7 @@ def _as_list(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _check_stop(stop: str | list[Any]) -> None:
-    texts = [stop] if isinstance(stop, str) else stop
+def _check_stop(texts: list[Any]) -> None:
     if len(texts) > _MAX_STOPS:
         raise bad_request(f"stop has {len(texts)} texts, must have at most {_MAX_STOPS}", "stop")
     if any(isinstance(text, str) and len(text) > _MAX_STOP_LENGTH for text in texts):

@@ -250,7 +250,6 @@ class EventStream(Response):
 
     def __init__(self, service: Service, call: Call):
         """Prepare; sending it does the work."""
-        self.background = None
         self._service, self._call = service, call
         self._count = _Count(call)
         self._seen: set[int] = set()  # numbers of the choices that have begun

@@ -17,7 +17,6 @@ from pallas_paged.server.metrics import Metrics
 from pallas_paged.server.text import ChatTemplate, TextTokenizer, text_tokenizer
 from pallas_paged.server.tools import PARSERS, find_formats
 
-_RETRY_SECONDS = 1
 _INLINE_CHARACTERS = 4000  # texts up to this length take less time to encode than a thread to start
 T = TypeVar("T")
 
@@ -114,7 +113,7 @@ class Admission:
             raise APIError(
                 429,
                 f"the queue is full: {self.num_seqs} sequences are running or waiting",
-                headers={"retry-after": str(_RETRY_SECONDS)},
+                headers={"retry-after": "1"},
             )
         self.num_seqs += num_seqs
         self.num_requests += 1

@@ -134,9 +134,6 @@ def find_formats(
     return calls, REASONING_PARSERS.get(chosen(reasoning_parser, _REASONING_SIGNS) or "")
 
 
-_UNKNOWN = TOOL_CALL_PARSERS["hermes"]  # for forced calls of a model whose format is not known
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """The tools of a request.
@@ -157,7 +154,8 @@ class Tools:
 
     def format(self, known: AnswerFormat | None) -> AnswerFormat | None:
         """Return how calls of an answer are written; None where they are text."""
-        return (known or _UNKNOWN) if self.forced else known if self.values else None
+        # Calls are forced of any model, also of one whose format is not known.
+        return (known or _HERMES) if self.forced else known if self.values else None
 
     def structure(
         self, known: AnswerFormat | None, reasoning: Region | None, *, is_thinking: bool
@@ -184,17 +182,14 @@ class Tools:
         except ValueError as error:
             raise bad_request(f"tools: {error}", "tools") from None
 
-    def _arguments(self, name: str) -> dict[str, Any]:
-        return held_schema(self.schemas[name])
-
     def _forced_calls(
         self, calls: AnswerFormat, reasoning: Region | None, *, is_thinking: bool
     ) -> str:
         begin, end, separator = calls.call
+        schemas = {name: json.dumps(held_schema(self.schemas[name])) for name in self.forced}
         options = (
-            f"{_literal(begin.replace('NAME', name))} %json {json.dumps(self._arguments(name))}"
-            f" {_literal(end)}"
-            for name in self.forced
+            f"{_literal(begin.replace('NAME', name))} %json {schema} {_literal(end)}"
+            for name, schema in schemas.items()
         )
         several = self.is_parallel and separator is not None
         more = f"({_literal(separator or '')} call)*" if several else ""
@@ -225,10 +220,10 @@ class Tools:
             StructTag(
                 trigger=trigger,
                 begin=begin.replace("NAME", name),
-                grammar=self._arguments(name) if name in self.strict else _ANY_ARGUMENTS,
+                grammar=held_schema(schema) if name in self.strict else _ANY_ARGUMENTS,
                 end=end,
             )
-            for name in self.schemas
+            for name, schema in self.schemas.items()
         ]
         return StructTag.to_grammar(tags, assume_special=False)
 

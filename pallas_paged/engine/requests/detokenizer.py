@@ -18,11 +18,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, /) -> Sequence[int]:
         """Return the token ids of a prompt, with the special tokens that begin it."""
-        ...
 
     def decode(self, token_ids: Sequence[int], /) -> str:
         """Return the text of token ids, special tokens left out, broken UTF-8 as U+FFFD."""
-        ...
 
 
 class IncrementalDetokenizer:
@@ -86,16 +84,16 @@ class IncrementalDetokenizer:
             end, _, self.stop_reason = min(found)
             self._held = ""
         else:
-            overlaps = (_overlap(text, stop) for stop in self._stop)
+            overlaps = (overlap(text, stop) for stop in self._stop)
             end = len(text) - (0 if last else max(overlaps, default=0))
             self._held = text[end:]
         return text[:end]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` with which `stop` begins."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` with which `marker` begins."""
+    longest = min(len(marker) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class _StreamDecoder:

@@ -82,23 +82,23 @@ class SpeculativeConfig:
             names = " and ".join(map(repr, _WITH_MODEL))
             raise ValueError(f"model={self.model!r:.80} is of the methods {names}")
         if self.method == "suffix":
-            self._default("suffix_decoding_max_tree_depth", 24)
-            self._default("suffix_decoding_max_spec_factor", 1.0)
-            depth, factor = (getattr(self, name) for name in _OF_METHODS["suffix"])
+            depth = self._default("suffix_decoding_max_tree_depth", 24)
+            factor = self._default("suffix_decoding_max_spec_factor", 1.0)
             check_integer("suffix_decoding_max_tree_depth", depth, 1, _MAX_NGRAM)
             check_number("suffix_decoding_max_spec_factor", factor)
             if factor <= 0:
                 raise ValueError(f"suffix_decoding_max_spec_factor={factor} must be above 0")
             return
-        self._default("prompt_lookup_max", self.prompt_lookup_min or _DEFAULT_NGRAM)
-        self._default("prompt_lookup_min", self.prompt_lookup_max)
-        most, least = (getattr(self, name) for name in _OF_METHODS["ngram"])
+        most = self._default("prompt_lookup_max", self.prompt_lookup_min or _DEFAULT_NGRAM)
+        least = self._default("prompt_lookup_min", most)
         check_integer("prompt_lookup_max", most, 1, _MAX_NGRAM)
         check_integer("prompt_lookup_min", least, 1, most)
 
-    def _default(self, name: str, value: Any) -> None:
+    def _default(self, name: str, value: Any) -> Any:
+        """Return a field, which gets this value if it is None."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
+        return getattr(self, name)
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any]) -> SpeculativeConfig:
@@ -371,9 +371,9 @@ class EngineConfig:
         num_full = min((total - windows.num_pages * limited) // full, most_pages)
         if num_full <= windows.num_pages:
             windows = self._window_pool(model, num_full - 1)
-        return (
-            (num_pages, None) if windows is None or num_full <= num_pages else (num_full, windows)
-        )
+        if windows is None or num_full <= num_pages:
+            return num_pages, None
+        return num_full, windows
 
     def _window_pool(self, model: Model, most_pages: int | None = None) -> WindowPool | None:
         """Return the pool of layers with a window in which all sequences can run.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Container
 
@@ -13,7 +12,7 @@ from pallas_paged.engine.outputs import (
     RequestOutput,
 )
 from pallas_paged.engine.requests.detokenizer import Tokenizer
-from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.requests.request import Request, enqueue
 from pallas_paged.engine.requests.sequence import Sequence, SequenceGroup
 from pallas_paged.engine.schedule.calls import Chunk, RunnerOutput, SequenceOutput
 from pallas_paged.engine.stats import Counters
@@ -50,10 +49,7 @@ class OutputProcessor:
 
     def add(self, request: Request) -> None:
         """Put a new request into the queue."""
-        if self.queue and request.order < self.queue[-1].order:
-            insort(self.queue, request, key=lambda one: one.order)
-        else:
-            self.queue.append(request)
+        enqueue(self.queue, request)
         self.groups[request] = None
         self.load += request.load
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from bisect import insort
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,6 +27,14 @@ from pallas_paged.pages.prefix_cache import Block
 
 Event = threading.Event | asyncio.Event
 Waiter = tuple[asyncio.AbstractEventLoop | None, Event]
+
+
+def enqueue(queue: deque[Any], one: Any) -> None:
+    """Put a request or a sequence into a queue in the order of service; most come last."""
+    if queue and one.order < queue[-1].order:
+        insort(queue, one, key=lambda x: x.order)
+    else:
+        queue.append(one)
 
 
 @dataclass(kw_only=True, eq=False)

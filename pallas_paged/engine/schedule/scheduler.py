@@ -11,6 +11,7 @@ import time
 from bisect import insort
 from collections import deque
 
+from pallas_paged.engine.requests.request import enqueue
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.schedule.calls import (
     Chunk,
@@ -170,7 +171,7 @@ class Scheduler:
         source, *source.forks = sequences
         for fork in source.forks:
             fork.fork_source = source
-        self._enqueue([source])
+        enqueue(self.waiting, source)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good, with or without a slot."""
@@ -212,9 +213,7 @@ class Scheduler:
 
     def _num_drafts(self, decoding: list[Sequence]) -> int:
         """Drafts of each sequence in a call that can only decode; 0 where they do not pay."""
-        if self._drafting is None or not decoding:
-            return 0
-        if not all(one.takes_drafts for one in decoding):
+        if self._drafting is None or not decoding or not all(x.takes_drafts for x in decoding):
             return 0
         return self._drafting.num_for(len(decoding))
 
@@ -272,7 +271,7 @@ class Scheduler:
                 one.request.num_preemptions += 1
                 self.num_preemptions += 1
             self._stop(one)
-        self._enqueue([source])
+        enqueue(self.waiting, source)
 
     def _detach(self, sequence: Sequence) -> None:
         """Take a sequence out of its group of forks; the first fork becomes the source."""
@@ -287,14 +286,7 @@ class Scheduler:
         for fork in rest:
             fork.fork_source = source
         if source.slot is None:
-            self._enqueue([source])
-
-    def _enqueue(self, sequences: list[Sequence]) -> None:
-        for one in sequences:
-            if self.waiting and one.order < self.waiting[-1].order:
-                insort(self.waiting, one, key=lambda x: x.order)
-            else:
-                self.waiting.append(one)
+            enqueue(self.waiting, source)
 
     def _fork(self) -> list[tuple[int, int]]:
         """Fork sequences that are computed up to their last token.
@@ -303,7 +295,6 @@ class Scheduler:
         queue and will attach the full pages.
         """
         pairs: list[tuple[int, int]] = []
-        late: list[Sequence] = []
         for source in [*self.running]:
             if not source.forks or source.num_to_prefill or source.num_stored < source.num_computed:
                 continue
@@ -317,12 +308,11 @@ class Scheduler:
                 if fork.slot is None or not self.pages.allocate(num_copies):
                     if fork.slot is not None:
                         self._stop(fork)
-                    late.append(fork)
+                    enqueue(self.waiting, fork)
                     continue
                 pairs.append((source.running_slot, fork.slot))
                 fork.num_computed = source.num_computed
                 self.pages.fork(source, fork)
-        self._enqueue(late)
         return pairs
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:

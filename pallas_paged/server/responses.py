@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import secrets
 from collections.abc import Iterator
@@ -204,7 +205,7 @@ class _ResponseAnswer(ParsedAnswer):
             "output": [],
             "usage": None,
         }
-        self._num_events = 0
+        self._numbers = itertools.count()  # of events
         self._open: dict[str, Any] | None = None  # the item whose text grows
         self._calls: dict[int, int] = {}  # by the number of a call, the index of its item
         self._output: list[dict[str, Any]] = self._response["output"]
@@ -221,8 +222,7 @@ class _ResponseAnswer(ParsedAnswer):
             for kind in ("created", "in_progress"):
                 copy = {**self._response, "output": []}
                 events.append(self._event(kind, response=copy))
-        parts = self.parts(index, prompt, output)
-        events += self._events(parts)
+        events += self._events(self.parts(index, prompt, output))
         if output.finish_reason is not None:
             events += [*self._close(), *self._cut_off()]
             is_cut = output.finish_reason == "length"
@@ -232,10 +232,9 @@ class _ResponseAnswer(ParsedAnswer):
         return events
 
     def complete(self, choices: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
-        details = usage["prompt_tokens_details"]
         self._response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": details,
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},  # not counted by themselves
             "total_tokens": usage["total_tokens"],
@@ -253,9 +252,7 @@ class _ResponseAnswer(ParsedAnswer):
         return f"event: {event['type']}\ndata: {encode_json(event)}\n\n"
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._num_events += 1
-        number = self._num_events - 1
-        return {"type": f"response.{kind}", "sequence_number": number, **fields}
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
 
     def _events(self, parts: Parts) -> list[dict[str, Any]]:
         events = []

@@ -114,8 +114,7 @@ class ModelRunner:
             self.draw([], self._run([], [], shape, mode))
         self._change_nothing()
         if any(mode.penalties for _, mode in steps):
-            no_slot = self.executor.config.max_num_seqs
-            self._count_tokens(no_slot, [0], [])
+            self._count_tokens(self.executor.config.max_num_seqs, [0], [])  # of no slot
         self.executor.wait()
 
     def _compilation(self, step: Step) -> Compilation:

@@ -245,42 +245,21 @@ class _Verification:
         drafts: list[jax.Array] = []
         for index in range(self.config.num_speculative_tokens):
             is_drawn = index < num_drafts  # of live rows only
-            if index:
-                hidden, layers = self._draft_next(rows, is_drawn, drafts[-1], hidden, index, layers)
             lens = rows.lens + 1 + index
+            if index:  # the draft before is computed as the token of a decoding row
+                slots = jnp.where(is_drawn, self.slots, self.state.table.max_seqs)
+                new = drafts[-1], slots, jnp.where(is_drawn, lens - 1, 0)
+                before = None if self.state.last_hidden is None else hidden
+                seen = self._seen(draft, layers, lens)
+                seen, hidden, *_ = draft.hidden(
+                    seen, *new, decode_rows=slots, chunks=None, before=before
+                )
+                layers = seen.pool.layers
             where = self.slots, is_drawn, lens
             logits = draft.logits(hidden)
             drawn, *_ = draw(draft.batch, self.state, logits, *where, peers=draft.peers)
             drafts.append(jnp.maximum(drawn, 0))  # -1 is of bad logits
         return jnp.stack(drafts, axis=1), layers
-
-    def _draft_next(
-        self,
-        rows: _Rows,
-        computes: jax.Array,
-        tokens: jax.Array,
-        before: jax.Array,
-        offset: int,
-        layers: tuple[LayerKV, ...],
-    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
-        """Run the draft model on a draft of rows `bool[R]`, this many places behind `rows.lens`.
-
-        Returns:
-            The hidden states `[R, D]`, and the cache.
-        """
-        draft = self.call.draft
-        assert draft is not None
-        slots = jnp.where(computes, self.slots, self.state.table.max_seqs)
-        seen, hidden, *_ = draft.hidden(
-            self._seen(draft, layers, rows.lens + offset + 1),
-            tokens,
-            slots,
-            jnp.where(computes, rows.lens + offset, 0),
-            decode_rows=slots,
-            chunks=None,
-            before=None if self.state.last_hidden is None else before,
-        )
-        return hidden, seen.pool.layers
 
     def recent_at_start(self, last: jax.Array) -> _Recent | None:
         """Return what the draft model computes first: the newest token of each row `i32[R]`."""

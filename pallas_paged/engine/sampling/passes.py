@@ -139,7 +139,7 @@ def find_limits(
         num_filters: static; with 1, rows that have a top_k have no top_p.
         total: adds up over devices that share the vocabulary, where `gap` is one's part.
     """
-    blocks = _blocks(gap)
+    blocks = gap.reshape(gap.shape[0], num_blocks(gap.shape[1]), -1)
     mass = jnp.exp(-blocks / temperature[:, None, None])
     counts, everything = top_k > 0, jnp.full_like(top_p, jnp.inf)
     weights = jnp.where(counts[:, None, None], 1.0, mass)
@@ -159,10 +159,6 @@ def num_blocks(vocab_size: int) -> int:
     """
     least = math.gcd(vocab_size, _MAX_SHARDS)
     return max(x for x in range(least, _MAX_BLOCKS + 1, least) if vocab_size % x == 0)
-
-
-def _blocks(gap: jax.Array) -> jax.Array:
-    return gap.reshape(gap.shape[0], num_blocks(gap.shape[1]), -1)
 
 
 def _target(mass: jax.Array, top_p: jax.Array, total: Total) -> jax.Array:

@@ -19,14 +19,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from models.command.options import say
 from models.command.prompts import Job, JobMaker, parse_line
 from models.command.setup import (
-    add_head,
     devices_of,
     given,
     load_draft,
+    load_model,
     prepare,
     print_defaults,
 )
-from models.decoder import engine_config, engine_model, load_checkpoint
+from models.decoder import engine_config, engine_model
 from models.text import Tokenizer, read_chat_template
 from pallas_paged.engine import (
     CompletionOutput,
@@ -65,9 +65,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     if args.chat_template is not None:  # an error even where no prompt has messages
         read_chat_template(args.checkpoint, file=args.chat_template)
 
-    say(f"loading {args.checkpoint} ...")
-    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)
-    more, draft_params = add_head(args, decoder, draft_params)
+    decoder, more, draft_params = load_model(args, draft_params)
     sizes |= more
     tokenizer = Tokenizer(args.checkpoint)
     model, _ = engine_model(decoder, max_model_len=args.max_model_len)

@@ -13,16 +13,9 @@ from typing import Any
 
 from models.command.options import say
 from models.command.prompts import with_temperature
-from models.command.setup import (
-    add_head,
-    devices_of,
-    given,
-    load_draft,
-    prepare,
-    print_defaults,
-)
+from models.command.setup import given, load_draft, load_model, prepare, print_defaults
 from models.command.signals import Signals
-from models.decoder import engine_model, load_checkpoint
+from models.decoder import engine_model
 from models.text import Tokenizer, chat_defaults, read_chat_template
 from pallas_paged.engine import (
     AsyncEngine,
@@ -52,16 +45,13 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     SamplingParams(**options)  # errors come before the loading of the model
     config = EngineConfig(**{"max_num_seqs": 1} | sizes)
-    mesh = devices_of(args)[0].mesh
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     if not template.exists and args.checkpoint.is_dir():
         raise ValueError(
             f"{args.checkpoint} has no chat template, --chat needs one: give --chat-template FILE,"
             " or let --prompt TEXT continue a text"
         )
-    say(f"loading {args.checkpoint} ...")
-    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=mesh)
-    more, draft_params = add_head(args, decoder, draft_params)
+    decoder, more, draft_params = load_model(args, draft_params)
     config = replace(config, **more)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder, max_model_len=args.max_model_len)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from models.command.options import say
-from models.command.setup import add_head, devices_of, given, load_draft, prepare
-from models.decoder import engine_model, load_checkpoint
+from models.command.setup import given, load_draft, load_model, prepare
+from models.decoder import engine_model
 from models.files import read_json
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import (
@@ -65,12 +65,9 @@ def serve(
     prepare(args)
     draft_params = load_draft(args)
     engine_config = EngineConfig(**given(args, EngineConfig))
-    mesh = devices_of(args)[0].mesh
     template = read_chat_template(args.checkpoint, file=args.chat_template)
     tokenizer = Tokenizer(args.checkpoint)
-    say(f"loading {args.checkpoint} ...")
-    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=mesh)
-    more, draft_params = add_head(args, decoder, draft_params)
+    decoder, more, draft_params = load_model(args, draft_params)
     engine_config = replace(engine_config, **more)
     model, weights = engine_model(decoder, max_model_len=engine_config.max_model_len)
     engine = Engine(

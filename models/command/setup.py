@@ -62,7 +62,7 @@ def devices_of(args: argparse.Namespace) -> list[Placement]:
 def load_draft(args: argparse.Namespace) -> Any:
     """Load the draft model of --speculative-config, which then has it in place of its folder.
 
-    A head waits for the model, whose weights it shares: `add_head`.
+    A head waits for the model, whose weights it shares: `load_model`.
 
     Returns:
         Its weights, or None without one.
@@ -85,28 +85,28 @@ def load_draft(args: argparse.Namespace) -> Any:
     return weights
 
 
-def add_head(
-    args: argparse.Namespace, decoder: Decoder, draft_params: Any
-) -> tuple[dict[str, Any], Any]:
-    """Load the draft head of --speculative-config, if it has one.
+def load_model(args: argparse.Namespace, draft_params: Any) -> tuple[Decoder, dict[str, Any], Any]:
+    """Load the checkpoint, and the draft head of --speculative-config if it has one.
 
     Args:
         args: after `load_draft`.
-        decoder: the model.
         draft_params: of a draft model.
 
     Returns:
-        Fields of `EngineConfig` to be set, and the weights of what drafts.
+        The decoder, fields of `EngineConfig` to be set, and the weights of what drafts.
 
     Raises:
-        ValueError: it is not usable.
+        ValueError: one of them is not usable, or there are too few devices.
     """
+    place = devices_of(args)[0]
+    say(f"loading {args.checkpoint} ...")
+    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=place.mesh)
     if (config := args.draft_head) is None:
-        return {}, draft_params
+        return decoder, {}, draft_params
     say(f"loading {config['model']} ...")
     head = load_draft_head(config["model"], decoder)
-    model, weights = engine_draft(repeat_kv_heads(head, devices_of(args)[0].num_devices))
-    return {"speculative_config": config | {"model": model}}, weights
+    model, weights = engine_draft(repeat_kv_heads(head, place.num_devices))
+    return decoder, {"speculative_config": config | {"model": model}}, weights
 
 
 def use_compilation_cache(folder: str | None) -> None:

@@ -35,8 +35,9 @@ class Attention(nnx.Module):
         weight = self.qkv_proj.weight
         # Drawn as all of q, then k, then v: a seed means the same model however they are fused.
         rows = weight[...].reshape(-1, config.head_dim, hidden_size)
-        ends = tuple(range(q_heads, rows.shape[0], kv_heads))
-        weight[...] = _fuse_qkv(*jnp.split(rows, ends))
+        q, *kv = jnp.split(rows, tuple(range(q_heads, rows.shape[0], kv_heads)))
+        groups = q.reshape(kv_heads, -1, *q.shape[1:])
+        weight[...] = jnp.concatenate([groups, *(part[:, None] for part in kv)], axis=1)
         self.o_proj = Linear(
             q_heads * config.head_dim,
             hidden_size,
@@ -103,9 +104,3 @@ def _norm_over_heads(qkv: jax.Array, q_norm: RMSNorm, k_norm: RMSNorm) -> jax.Ar
         x32 = x32 * jax.lax.rsqrt(squares + norm.eps) * norm.weight[...].astype(jnp.float32)
         normed.append(x32.astype(x.dtype))
     return jnp.concatenate([*normed, qkv[..., -1:, :]], axis=-2)
-
-
-def _fuse_qkv(q: jax.Array, *kv: jax.Array) -> jax.Array:
-    """Join q [Hq, ...], k and, unless it is k, v [Hkv, ...] to [Hkv, Hq / Hkv + 2 or 1, ...]."""
-    groups = q.reshape(kv[0].shape[0], -1, *q.shape[1:])
-    return jnp.concatenate([groups, *(part[:, None] for part in kv)], axis=1)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.decoder.experts_config import MAX_SIZE
 from models.decoder.families import ARCHITECTURES, FAMILIES, Family, Fields, Keys, is_mxfp4
 from models.decoder.rope_scaling import YarnRopeScaling, read_rope
 from pallas_paged.checks import INT32_MAX, check_integer
 
-# A damaged config.json must not start hours of work. These are far above published models.
-_MAX_LAYERS, _MAX_HEADS, _MAX_SIZE = 1024, 4096, 2**24
+_MAX_LAYERS, _MAX_HEADS = 1024, 4096  # as `MAX_SIZE` far above published models
 LIMITS = {
-    "vocab_size": _MAX_SIZE,
-    "hidden_size": _MAX_SIZE,
-    "intermediate_size": _MAX_SIZE,
+    "vocab_size": MAX_SIZE,
+    "hidden_size": MAX_SIZE,
+    "intermediate_size": MAX_SIZE,
     "num_layers": _MAX_LAYERS,
     "num_q_heads": _MAX_HEADS,
     "num_kv_heads": _MAX_HEADS,
@@ -175,7 +175,7 @@ def _read_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | No
     window, layer_types = keys["sliding_window"], keys["layer_types"]
     if not keys.get("use_sliding_window", True):
         window = None
-    if family.windows is None or (layer_types is None and (window is None)):
+    if family.windows is None or (layer_types is None and window is None):
         return ()
     if layer_types is not None:
         if not _is_list(layer_types) or len(layer_types) != num_layers:

@@ -8,7 +8,7 @@ share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -261,10 +261,10 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, attend: Attend) -> jax.Array:
         """Embeddings [..., E] of tokens i32[...], scaled where the decoder does that."""
-        embed: Callable[[jax.Array], jax.Array] = self.embed_tokens
         if isinstance(attend, ParallelAttend) and is_vocab_sharded(self.config.vocab_size):
-            embed = partial(attend.embed, table=self.embed_tokens.weight[...])
-        x = embed(tokens)
+            x = attend.embed(tokens, self.embed_tokens.weight[...])
+        else:
+            x = self.embed_tokens(tokens)
         if self.config.embedding_scale is not None:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         return x

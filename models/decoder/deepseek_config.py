@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.decoder.experts_config import ExpertsConfig
+from models.decoder.experts_config import MAX_SIZE, ExpertsConfig
 from models.decoder.rope_scaling import RopeScaling, YarnRopeScaling, check_positive, yarn_mscale
 from pallas_paged.checks import check_integer
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-_MAX_SIZE = 2**24  # a damaged config.json must not start hours of work
 # Defaults of transformers for keys that a config.json may leave out.
 _LATENT = {
     "q_lora_rank": 1536,
@@ -82,7 +81,7 @@ class LatentConfig:
     def __post_init__(self) -> None:
         for name in _LATENT:
             if name != "q_lora_rank" or self.q_lora_rank is not None:
-                check_integer(name, getattr(self, name), 1, _MAX_SIZE)
+                check_integer(name, getattr(self, name), 1, MAX_SIZE)
         check_positive("sm_scale", self.sm_scale)
         if (qk_rope_head_dim := self.qk_rope_head_dim) % 2:
             raise ValueError(f"{qk_rope_head_dim=} must be even: rotary embeddings turn pairs")
@@ -121,7 +120,7 @@ def read_latent(
         rope_type = scaling.rope_type
         raise ValueError(f"{rope_type=} is not supported with {architecture}; supported: 'yarn'")
     for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-        check_integer(name, sizes[name], 1, _MAX_SIZE)  # before the scale is made of them
+        check_integer(name, sizes[name], 1, MAX_SIZE)  # before the scale is made of them
     head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
     interleave = architecture == V2 or config.get("rope_interleave", True)
     scale = head_dim**-0.5 * factor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from models.decoder.rope_scaling import check_positive
 from pallas_paged.checks import check_integer
 
-_MAX_SIZE = 2**24  # a damaged config.json must not start hours of work
+MAX_SIZE = 2**24  # a damaged config.json must not start hours of work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         for name in ("n_routed_experts", "moe_intermediate_size", "n_group", "topk_group"):
-            check_integer(name, getattr(self, name), 1, _MAX_SIZE)
-        check_integer("n_shared_experts", self.n_shared_experts, 0, _MAX_SIZE)
+            check_integer(name, getattr(self, name), 1, MAX_SIZE)
+        check_integer("n_shared_experts", self.n_shared_experts, 0, MAX_SIZE)
         check_positive("routed_scaling_factor", self.routed_scaling_factor)
         if self.swiglu_limit is not None:
             check_positive("swiglu_limit", self.swiglu_limit)

@@ -15,8 +15,8 @@ from pallas_paged.pages.sharding import TENSOR_AXIS, kv_head_repeats
 
 # As in Megatron: the products before attention and SwiGLU are sharded by outputs, the others by
 # inputs, so that devices add up their parts once after each; routed experts, whose weights are two
-# such products, by experts. A bias that has no such axis
-# is added after the sum, and replicated, as are the norms.
+# such products, by experts. A bias that has no such axis is added after the sum, and replicated, as
+# are the norms.
 _SHARDED_AXES = {
     "embed_tokens": 0,
     "lm_head": 0,
@@ -75,8 +75,8 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
     intermediate_size, experts = config.intermediate_size, config.experts
     if intermediate_size % num_devices and (experts is None or experts.dense_layers):
         raise ValueError(f"{intermediate_size=} must be a multiple of {num_devices=}")
-    if config.experts is not None:
-        n_routed_experts, shared_size = config.experts.n_routed_experts, config.experts.shared_size
+    if experts is not None:
+        n_routed_experts, shared_size = experts.n_routed_experts, experts.shared_size
         if n_routed_experts % num_devices or shared_size % num_devices:
             raise ValueError(
                 f"{n_routed_experts=} and the {shared_size} features of shared experts must be "

@@ -32,7 +32,7 @@ from models.decoder import (
 )
 from models.decoder.draft_head import DraftHead, head_config, is_own, save_draft_head
 from models.text import Tokenizer
-from models.train.state import option
+from models.train.state import clipped_adamw, option
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
 _LATER = 0.8  # weight of the loss of a pass, by that of the pass before
@@ -73,13 +73,6 @@ class HeadTrainConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """AdamW under a cosine schedule, gradients clipped to norm 1."""
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.warmup, self.steps, self.learning_rate / 10
-        )
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99))
-
 
 def write_texts(
     decoder: Decoder, prompts: Sequence[Sequence[int]], config: HeadTrainConfig
@@ -117,9 +110,8 @@ def train_draft_head(
         that of the texts held out: divergences from the decoder in nats, of each pass with its
         weight.
     """
-    num_held_out = max(1, int(_HELD_OUT * len(texts)))
+    num_train = len(texts) - max(1, int(_HELD_OUT * len(texts)))
     tokens, hidden = jnp.asarray(texts), _hidden_of(decoder, texts)
-    train, held_out = slice(0, len(texts) - num_held_out), slice(len(texts) - num_held_out, None)
     sizes = {}
     if config.intermediate_size:
         sizes["intermediate_size"] = config.intermediate_size
@@ -130,7 +122,7 @@ def train_draft_head(
     head.norm.weight[...] = jnp.array(decoder.norm.weight[...], jnp.float32)  # a head start
     split: Any = nnx.split(head, is_own, ...)
     graphdef, own, shared = split
-    optimizer = config.optimizer()
+    optimizer = clipped_adamw(config)
 
     def loss_of(own: nnx.State, shared: nnx.State, tokens: Any, hidden: Any) -> jax.Array:
         parts = jax.tree.map(lambda x: x.astype(config.dtype), (own, shared, hidden))
@@ -146,13 +138,13 @@ def train_draft_head(
     rng = np.random.default_rng(config.seed)
     with tqdm(range(config.steps), unit="step", dynamic_ncols=True) as bar:
         for _ in bar:
-            index = rng.integers(train.stop, size=config.batch_size)
+            index = rng.integers(num_train, size=config.batch_size)
             own, state, loss = step(own, state, shared, tokens[index], hidden[index])
             losses.append(float(loss))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     batches = [
-        jax.jit(loss_of)(own, shared, tokens[held_out][i : i + 1], hidden[held_out][i : i + 1])
-        for i in range(num_held_out)
+        jax.jit(loss_of)(own, shared, tokens[i : i + 1], hidden[i : i + 1])
+        for i in range(num_train, len(texts))
     ]
     dtype = decoder.embed_tokens.weight[...].dtype
     own = jax.tree.map(lambda x: x.astype(dtype), own)

@@ -24,6 +24,15 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def clipped_adamw(config: Any, **options: Any) -> optax.GradientTransformation:
+    """AdamW under the cosine schedule of a run, gradients clipped to norm 1."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup, config.steps, config.learning_rate / 10
+    )
+    adamw = optax.adamw(schedule, b2=0.99, **options)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that, with the text, decides the result of a run."""
@@ -74,17 +83,12 @@ class TrainConfig:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW under a cosine schedule, gradients clipped to norm 1."""
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.warmup, self.steps, self.learning_rate / 10
-        )
-        adamw = optax.adamw(
-            schedule,
-            b2=0.99,
-            weight_decay=self.weight_decay,
-            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-        )
-        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        """`clipped_adamw`, with weight decay of matrices."""
+
+        def is_matrix(params: nnx.State) -> Any:
+            return jax.tree.map(lambda x: x.ndim > 1, params)
+
+        return clipped_adamw(self, weight_decay=self.weight_decay, mask=is_matrix)
 
 
 @jax.tree_util.register_dataclass

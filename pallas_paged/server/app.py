@@ -225,13 +225,13 @@ class _Endpoints:
         service.take_model(fields)
         prompt = fields.take("prompt", str)
         adds = fields.take("add_special_tokens", bool, default=True)
-        conversation = take_conversation(fields, service) if prompt is None else None
-        fields.end()
-        if conversation is not None:
+        if prompt is None:
+            conversation = take_conversation(fields, service)
             encode, size = partial(conversation.encode, service), conversation.num_characters
         else:
             encode = partial(service.encode_text, prompt, add_special_tokens=adds)
             size = len(prompt)
+        fields.end()
         token_ids = await service.encode(encode, size)
         counts = {"count": len(token_ids), "max_model_len": service.max_model_len}
         return JSONResponse(counts | {"tokens": token_ids})

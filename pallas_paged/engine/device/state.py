@@ -16,15 +16,13 @@ import numpy as np
 from pallas_paged.checks import pytree
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.sampling.sampler import SamplingMetadata, TokenCounts, hash_prompt
+from pallas_paged.engine.sampling.sampler import Array, SamplingMetadata, TokenCounts, hash_prompt
 from pallas_paged.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from pallas_paged.pages.pool import KVPool, copy_pages
 from pallas_paged.pages.sharing import attach, release, retain
 from pallas_paged.pages.table import PageTable, extend
 from pallas_paged.pages.table import fork as fork_rows
 from pallas_paged.pages.table import free as free_rows
-
-Array = Any  # of NumPy on the host, of JAX in the compiled step
 
 
 @pytree

@@ -256,11 +256,10 @@ class Replicas:
         self.check_alive()
         given = [([one.weights for one in self._all], params)]
         if draft_params is not None:
-            drafts = [one.runner.executor.draft_weights for one in self._all]
-            found = [one for one in drafts if one is not None]
-            if not found:
+            drafts = [x for one in self._all if (x := one.runner.executor.draft_weights)]
+            if not drafts:
                 raise ValueError("draft_params must be None without a draft model")
-            given.append((found, draft_params))
+            given.append((drafts, draft_params))
 
         def check() -> None:
             for each, new in given:

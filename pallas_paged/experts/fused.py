@@ -15,7 +15,6 @@ from pallas_paged.experts.grouped import (
     How,
     check_dtypes,
     grouped,
-    no_gradient,
     resolve,
 )
 from pallas_paged.experts.kernels.config import SWIGLU_ALPHA
@@ -105,9 +104,7 @@ def fused_experts(
 
 
 def _check_shapes(x: jax.Array, weights: ExpertWeights, expert_weights: jax.Array) -> None:
-    named = {name: getattr(weights, name) for name in ("gate_up", "down")}
-    biases = {name: getattr(weights, name) for name in ("gate_up_bias", "down_bias")}
-    named |= {name: bias for name, bias in biases.items() if bias is not None}
+    named = {name: array for name, array in vars(weights).items() if array is not None}
     check_dtypes(x=x, **named)
     if x.ndim != 2 or weights.gate_up.ndim != 4 or 0 in (*x.shape, *weights.gate_up.shape):
         raise ValueError(f"{x.shape=} must be [T, E], and {weights.gate_up.shape=} [X, F, 2, E]")
@@ -153,14 +150,13 @@ def _fused_forward(
 
 @default_promotion()
 def _fused_backward(how: How, swiglu_limit: float | None, saved: Any, d_out: jax.Array) -> Any:
-    _, weights, indices, _ = saved
     arrays = _named(*saved)
     names = tuple(name for name in arrays if name != "expert_indices")
     routed = _routed(_gradients, names, how, swiglu_limit)
     found = dict(zip(names, on_each_device(routed, arrays | {"d_out": d_out}), strict=True))
     d_x, d_scales = found.pop("x"), found.pop("expert_weights")
-    d_weights = dataclasses.replace(weights, **found)
-    return d_x, d_weights, no_gradient(indices), d_scales
+    _, weights, _, _ = saved
+    return d_x, dataclasses.replace(weights, **found), None, d_scales
 
 
 def _routed(
@@ -260,7 +256,8 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
     return ((up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)).astype(dtype)
 
 
-# The gradients of gathers are gathers here: JAX would add by atomics, whose order changes.
+# The gradients of gathers are gathers here: JAX would add by atomics, whose order changes. Pairs
+# are integers, without a gradient.
 @jax.custom_vjp
 def _gather(x: jax.Array, pairs: SortedPairs) -> jax.Array:
     """Return the token of each sorted row, `[R, E]`."""
@@ -268,7 +265,7 @@ def _gather(x: jax.Array, pairs: SortedPairs) -> jax.Array:
 
 
 def _gather_backward(pairs: SortedPairs, d_rows: jax.Array) -> Any:
-    return weighted_sum(d_rows, None, pairs.rows), no_gradient(pairs)
+    return weighted_sum(d_rows, None, pairs.rows), None
 
 
 _gather.defvjp(lambda x, pairs: (_gather(x, pairs), pairs), _gather_backward)
@@ -288,7 +285,7 @@ def _combine_backward(saved: Any, d_out: jax.Array) -> Any:
         jnp.sum(rows_at(rows, row) * d_out.astype(jnp.float32), axis=1) for row in pairs.rows.T
     ]
     d_weights = jnp.stack(d_scales, axis=1).astype(expert_weights.dtype)
-    return d_rows.astype(rows.dtype), d_weights, no_gradient(pairs)
+    return d_rows.astype(rows.dtype), d_weights, None
 
 
 _combine.defvjp(
@@ -307,7 +304,7 @@ def _spread(values: jax.Array, pairs: SortedPairs) -> jax.Array:
 
 def _spread_backward(pairs: SortedPairs, d_rows: jax.Array) -> Any:
     ones = jnp.ones((len(d_rows), 1), d_rows.dtype)
-    return weight_gradient(ones, d_rows, pairs.groups)[:, 0], no_gradient(pairs)
+    return weight_gradient(ones, d_rows, pairs.groups)[:, 0], None
 
 
 _spread.defvjp(lambda values, pairs: (_spread(values, pairs), pairs), _spread_backward)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from pallas_paged.checks import (
     as_array,
     checked_array,
     default_promotion,
+    pytree,
     validate_page_size,
     validate_positive,
 )
@@ -38,8 +38,7 @@ CONTEXT_AXIS = "context"
 """The mesh axis that shards pages."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class LocalPages:
     """The pages of rows that each device holds, from `local_pages`; one value for all layers.
 

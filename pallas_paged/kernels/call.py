@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY, Device
 from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
@@ -21,8 +22,7 @@ Kernel = Literal["decode", "ragged"]
 Config = TypeVar("Config")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Arrays:
     """The arrays of a call, checked. The entries make them and the kernels read them, by name.
 

@@ -7,7 +7,7 @@ every step of a compiled loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from pallas_paged.checks import (
     checked_array,
     checked_dtype,
     default_promotion,
+    pytree,
     validate_pool_size,
     validate_positive,
 )
@@ -37,8 +38,7 @@ from pallas_paged.pages.sharding import check_pool_sharding, head_axes
 from pallas_paged.pages.table import PageCopies
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class KVPool:
     """The pages of all layers. The `PageTable` says which row owns which page.
 

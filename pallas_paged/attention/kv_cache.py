@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -20,6 +20,7 @@ from pallas_paged.checks import (
     check_integer,
     checked_array,
     default_promotion,
+    pytree,
 )
 from pallas_paged.pages import table as page_table
 from pallas_paged.pages.layer import LayerKV
@@ -29,8 +30,7 @@ from pallas_paged.pages.sharding import page_table_sharding
 from pallas_paged.pages.table import Integers, PageTable
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PagedKVCache:
     """The keys and values of sequences in pages: immutable, for `jit`, `scan` and `while_loop`.
 
@@ -75,9 +75,8 @@ class PagedKVCache:
         """Return an empty cache.
 
         Args:
-            num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, kv_layout, sharding: as
-                in `create_kv_pool`. On a mesh the table is replicated.
-            v_head_dim: as in `create_kv_pool`.
+            num_layers, num_pages, page_size, num_kv_heads, head_dim, v_head_dim, dtype, kv_layout,
+                sharding: as in `create_kv_pool`. On a mesh the table is replicated.
             max_seqs, pages_per_seq: as in `create_page_table`.
 
         Raises:
@@ -100,12 +99,10 @@ class PagedKVCache:
             kv_layout=kv_layout,
             sharding=sharding,
         )
-        cache = cls(table=table, pool=pool, num_new_tokens=jnp.zeros(max_seqs, jnp.int32))
-        if sharding is None:
-            return cache
-        replicated = page_table_sharding(sharding.mesh)
-        new, table = jax.device_put((cache.num_new_tokens, table), replicated)
-        return replace(cache, table=table, num_new_tokens=new)
+        new = jnp.zeros(max_seqs, jnp.int32)
+        if sharding is not None:
+            table, new = jax.device_put((table, new), page_table_sharding(sharding.mesh))
+        return cls(table=table, pool=pool, num_new_tokens=new)
 
     @property
     def seq_lens(self) -> jax.Array:

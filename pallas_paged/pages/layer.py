@@ -9,7 +9,7 @@ import jax
 
 from pallas_paged.checks import as_array, static_integer, validate_page_size
 from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
-from pallas_paged.pages.quantization import LARGEST, checked_scales, is_quantized
+from pallas_paged.pages.quantization import LARGEST, check_scales, is_quantized
 
 POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
@@ -183,7 +183,7 @@ def checked_layer(layer: Any) -> LayerKV:
             f"kv_layout={layout.name!r}"
         ) from None
     v_scales = layer.k_scales if layer.is_latent else layer.v_scales
-    checked_scales(k_pages, layer.k_scales, v_scales, layout.scale_shape(shape))
+    check_scales(k_pages, layer.k_scales, v_scales, layout.scale_shape(shape))
     return layer
 
 

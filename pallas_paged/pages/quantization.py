@@ -20,13 +20,10 @@ def is_quantized(pages: Any) -> bool:
     return jnp.dtype(pages.dtype).name in LARGEST
 
 
-def checked_scales(
-    k_pages: Any,
-    k_scales: ArrayLike | None,
-    v_scales: ArrayLike | None,
-    shape: tuple[int, ...],
-) -> tuple[()] | tuple[jax.Array, jax.Array]:
-    """Return the scales that belong to pages.
+def check_scales(
+    k_pages: Any, k_scales: ArrayLike | None, v_scales: ArrayLike | None, shape: tuple[int, ...]
+) -> None:
+    """Check that scales belong to pages.
 
     None belong to pages that are not quantized. Else both are f32 of `shape`, or both f32`[]`.
 
@@ -39,7 +36,7 @@ def checked_scales(
     dtype = jnp.dtype(k_pages.dtype).name
     if not is_quantized(k_pages):
         if k_scales is None and v_scales is None:
-            return ()
+            return
         raise ValueError(f"k_scales and v_scales must be None with pages of {dtype}")
     if k_scales is None or v_scales is None:
         missing = [n for n, x in (("k_scales", k_scales), ("v_scales", v_scales)) if x is None]
@@ -47,10 +44,8 @@ def checked_scales(
     k, v = as_array("k_scales", k_scales), as_array("v_scales", v_scales)
     if k.ndim == v.ndim == 0:
         shape = ()
-    return (
-        checked_array("k_scales", k, jnp.float32, shape),
-        checked_array("v_scales", v, jnp.float32, shape),
-    )
+    checked_array("k_scales", k, jnp.float32, shape)
+    checked_array("v_scales", v, jnp.float32, shape)
 
 
 def checked_layer_scales(name: str, given: Any, num_layers: int) -> list[float]:

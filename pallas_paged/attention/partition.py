@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pallas_paged.attention.tuning import tuning_key
 from pallas_paged.pages.layout import AXIS_NAMES
+from pallas_paged.pages.sharding import mesh_axes
 
 Axes = tuple[str, ...]  # names of an array's axes; axes of one name are sharded alike
 AxisSharding = Mapping[str, tuple[str, ...]]  # the mesh axes that shard each axis, by its name
@@ -325,11 +326,6 @@ def _check_pool(rule: ShardingRule, given: Mapping[str, Mapping[str, tuple[str, 
                     f"{name} is sharded along {axis} over {names} of the mesh, and k_pages over "
                     f"{wanted}: {cure}"
                 )
-
-
-def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes of an entry of a PartitionSpec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _spec(sharding: AxisSharding, axes: Axes) -> PartitionSpec:

@@ -22,7 +22,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_paged.attention.partition import explicit_mesh, mesh_axes, mesh_of, sources_key
+from pallas_paged.attention.partition import explicit_mesh, mesh_of, sources_key
+from pallas_paged.pages.sharding import mesh_axes
 
 # The axes of the arrays: tokens t, experts x, features f, and those that are never sharded.
 _AXES = {

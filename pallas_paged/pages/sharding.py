@@ -68,6 +68,11 @@ def head_axes(spec: PartitionSpec, layout: PageLayout) -> Any:
     return spec[layout.head_axis] if len(spec) > layout.head_axis else None
 
 
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a PartitionSpec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
 def check_pool_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> None:
     """Raise ValueError unless a sharding divides the KV heads of pages of a layout evenly."""
     if not isinstance(sharding, NamedSharding) or any(
@@ -75,8 +80,7 @@ def check_pool_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) ->
     ):
         raise ValueError(f"{sharding=} must be a NamedSharding of the KV heads alone")
     axes = head_axes(sharding.spec, layout)
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-    num_parts = math.prod(sharding.mesh.shape[name] for name in names)
+    num_parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(axes))
     if num_kv_heads % num_parts:
         raise ValueError(
             f"{num_kv_heads=} must be a multiple of the {num_parts} devices of mesh axis {axes!r}; "

@@ -141,13 +141,13 @@ def mla_ragged_paged_attention(
         ).items()
     )
     quantized, one = is_quantized(cache), jnp.float32(1)
-    tokens = jnp.concatenate([sizes.padded_latent(c), sizes.padded_rope(k_pe)], axis=-1)
+    v_head_dim, rope_dim = sizes.v_head_dim, sizes.rope_dim
+    tokens = jnp.concatenate([_padded(c, v_head_dim), _padded(k_pe, rope_dim)], axis=-1)
     k_scale_of_new = None
     if quantized:
         # Latents that come quantized are elements of the cache already: their scale is 1.
         k_scale_of_new = one if c.dtype == cache.dtype else jnp.float32(k_factor)
         tokens = tokens.astype(jnp.float32)
-    v_head_dim = sizes.v_head_dim
     layer = LayerKV(
         cache.reshape(sizes.pages_shape), k_scales=k_scale_of_new, v_head_dim=v_head_dim
     )
@@ -161,8 +161,8 @@ def mla_ragged_paged_attention(
         q_nope = q_nope.swapaxes(0, 1)
     q_nope, q_pe = (x.astype(dtype if quantized else cache.dtype) for x in (q_nope, q_pe))
     out = mla_attention(
-        sizes.padded_latent(q_nope),
-        sizes.padded_rope(q_pe),
+        _padded(q_nope, v_head_dim),
+        _padded(q_pe, rope_dim),
         layer,
         tables,
         lens,
@@ -239,15 +239,8 @@ class _Sizes:
             rope_dim=padded[1],
         )
 
-    def padded_latent(self, x: jax.Array) -> jax.Array:
-        """Return `x [..., L]` with zeros for the padding of the cache."""
-        return _padded(x, self.v_head_dim)
-
-    def padded_rope(self, x: jax.Array) -> jax.Array:
-        """Return `x [..., R]` with zeros for the padding of the cache."""
-        return _padded(x, self.rope_dim)
-
 
 def _padded(x: jax.Array, size: int) -> jax.Array:
+    """Return `x` with zeros behind its last axis up to this size."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -103,22 +103,14 @@ def checked_rows(
     lens = checked_array("kv_lens", kv_lens, jnp.int32)
     offsets = checked_array("cu_q_lens", cu_q_lens, jnp.int32, (lens.size + 1,))
     num_seqs = checked_array("distribution", distribution, jnp.int32, (3,))[2]
-    return lens, _checked_tables(page_indices, lens.size), offsets, num_seqs
-
-
-def _checked_tables(page_indices: ArrayLike, num_seqs: int) -> jax.Array:
     shape = as_array("page_indices", page_indices).shape
     pages = checked_array("page_indices", page_indices, jnp.int32, shape)
-    if (
-        not pages.size
-        or not num_seqs
-        or pages.size % num_seqs
-        or shape[0] not in (num_seqs, pages.size)
-    ):
+    size, count = pages.size, lens.size
+    if not size or not count or size % count or shape[0] not in (count, size):
         raise ValueError(
-            f"page_indices.shape={shape} must be [S * pages_per_seq] with S={num_seqs} rows"
+            f"page_indices.shape={shape} must be [S * pages_per_seq] with S={count} rows"
         )
-    return pages.reshape(num_seqs, -1)
+    return lens, pages.reshape(count, -1), offsets, num_seqs
 
 
 def new_slots(

@@ -171,9 +171,7 @@ def static_number(name: str, value: Any) -> float:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a static number, got a traced value")
     is_other = isinstance(value, str | bool | np.bool_ | complex | np.complexfloating)
-    if is_other or not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={value!r} must be a number")
-    if np.ndim(value):
+    if is_other or not hasattr(value, "__float__") or np.ndim(value):
         raise ValueError(f"{name}={value!r} must be a number")
     try:
         number = float(value)

@@ -98,21 +98,16 @@ def mla_attention(
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024; absorbed as there in section 2.1.2.
     """
-    allowed = RaggedAttentionOptions
     ragged_only = () if cu_q_lens is not None else ("causal", "tree_mask", "expected_seqs")
-    check_names("mla_attention", options, allowed, *ragged_only, "config")
+    check_names("mla_attention", options, RaggedAttentionOptions, *ragged_only, "config")
     check_flag("return_lse", return_lse)
     if options.get("sm_scale") is None:
         raise ValueError(
             "sm_scale must be given: it is that of the model's heads, such as 192 ** -0.5 with 128 "
             "elements and 64 rotary ones, and not that of the latents"
         )
-    offsets = None if cu_q_lens is None else as_array("cu_q_lens", cu_q_lens)
-    arrays = checked_arrays(
-        *(q_nope, layer, block_tables, seq_lens, options),
-        cu_q_lens=offsets,
-        q_pe=as_array("q_pe", q_pe),
-    )
+    given = q_nope, layer, block_tables, seq_lens, options
+    arrays = checked_arrays(*given, cu_q_lens=cu_q_lens, q_pe=as_array("q_pe", q_pe))
     how = static_options(arrays.head_dim, options)
     kernel: Any = "decode" if cu_q_lens is None else "ragged"
     out, lse = dispatch.attend(kernel, arrays, how, with_lse=return_lse or kernel == "decode")

@@ -118,17 +118,6 @@ class PlanShape(Tiling):
         return self.num_extra + self.num_merges
 
 
-def make_plan(
-    seq_lens: jax.Array,  # i32[B]
-    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
-    q_positions: jax.Array | None,  # i32[T]; None: the newest q_len positions of the row
-    shape: PlanShape,
-) -> Plan:
-    """Return the plan of a call."""
-    tiles = make_tiles(seq_lens, cu_q_lens, q_positions, shape.num_tokens, shape)
-    return _split_tiles(tiles, shape)
-
-
 @pytree
 class Split:
     """Splits of the keys of each tile into work items, i32 but for the last.
@@ -181,9 +170,15 @@ class Split:
         return cls(step=step, count=counts, origin=origin, has_partials=has_partials)
 
 
-def _split_tiles(tiles: Tiles, shape: PlanShape) -> Plan:
-    """Return the plan of a call with these tiles."""
+def make_plan(
+    seq_lens: jax.Array,  # i32[B]
+    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
+    q_positions: jax.Array | None,  # i32[T]; None: the newest q_len positions of the row
+    shape: PlanShape,
+) -> Plan:
+    """Return the plan of a call."""
     num_tiles, num_merges = shape.num_tiles, shape.num_merges
+    tiles = make_tiles(seq_lens, cu_q_lens, q_positions, shape.num_tokens, shape)
     tiles = lax.optimization_barrier(tiles)  # else XLA computes them again for every candidate
     split = Split.of(tiles, shape, jnp.array(candidates(shape.num_programs), jnp.float32))
     counts, has_partials = split.count, split.has_partials

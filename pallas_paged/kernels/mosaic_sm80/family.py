@@ -46,7 +46,14 @@ class MosaicSm80(Family):
         return mosaic_support.why_not_jax()
 
     def why_not_call(self, call: Call) -> str | None:
-        return _why_not_call(call)
+        if call.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"needs bfloat16 or float16, not {call.dtype.name}"
+        if call.kv_dtype not in (call.dtype, jnp.int8, jnp.float8_e4m3fn):
+            return (
+                f"needs pages of q's dtype {call.dtype.name}, int8 or float8_e4m3fn, not of "
+                f"{call.kv_dtype.name}"
+            )
+        return _why_not_latents(call) if call.rope_dim else _why_not_heads(call)
 
     def bind(self, call: Call) -> Callable[..., Any]:
         from pallas_paged.kernels.mosaic_sm80 import decode, latent, ragged
@@ -75,14 +82,7 @@ class MosaicSm80(Family):
 MOSAIC_SM80 = MosaicSm80()
 
 
-def _why_not_call(call: Call) -> str | None:
-    if call.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, not {call.dtype.name}"
-    reason = _why_not_dtype(call)
-    if reason is not None:
-        return reason
-    if call.rope_dim:
-        return _why_not_latents(call)
+def _why_not_heads(call: Call) -> str | None:
     if call.v_head_dim is not None and call.kv_dtype != call.dtype:
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
     if call.head_dim * call.kv_dtype.itemsize % _COPY_BYTES:
@@ -109,15 +109,6 @@ def _why_not_call(call: Call) -> str | None:
     else:
         needed = ragged_shared_memory(config, v_head_dim=call.v_head_dim, **sizes)
     return mosaic_support.why_not_memory(call, config, needed)
-
-
-def _why_not_dtype(call: Call) -> str | None:
-    if call.kv_dtype not in (call.dtype, jnp.int8, jnp.float8_e4m3fn):
-        return (
-            f"needs pages of q's dtype {call.dtype.name}, int8 or float8_e4m3fn, not of "
-            f"{call.kv_dtype.name}"
-        )
-    return None
 
 
 def _why_not_latents(call: Call) -> str | None:

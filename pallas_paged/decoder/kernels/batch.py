@@ -176,8 +176,8 @@ def _rows_kernel(
                     columns = pl.ds(block * COLUMNS_PER_BLOCK, COLUMNS_PER_BLOCK)
                     weights = scratch.weights.at[stage, pl.ds(0, acc_size), columns]
                     x = scratch.x.at[x_stage, group]
-                    terms.append((acc, lambda x=x: x, weights.transpose((1, 0))))
-            accs = ops.wgmma_many(accs, terms, overlap=True, interpret=interpret)
+                    terms.append((acc, x, weights.transpose((1, 0))))
+            accs = ops.wgmma_many(accs, terms, interpret=interpret)
             for stage in stages:
                 plgpu.barrier_arrive(scratch.free.at[stage])
             for x_stage in x_stages:

@@ -192,28 +192,25 @@ def wgmma_accumulate(
 
 def wgmma_many(
     accs: list[jax.Array],
-    products: list[tuple[int, Callable[[], Any], Any]],
+    products: list[tuple[int, Any, Any]],
     *,
-    overlap: bool,
     interpret: bool,
 ) -> list[jax.Array]:
     """Return `accs` after products were added to some of them.
 
     Args:
         accs: f32 accumulators.
-        products: the index in `accs`, a function that returns operand A in registers or shared
-            memory, and operand B in shared memory.
-        overlap: make an operand while the products before it run, which takes more registers.
+        products: the index in `accs`, and both operands in shared memory.
     """
-    if interpret or not overlap:
+    if interpret:
         accs = list(accs)
-        for i, make, b in products:
-            accs[i] = wgmma_accumulate(accs[i], make(), b, interpret=interpret)
+        for i, a, b in products:
+            accs[i] = wgmma_accumulate(accs[i], a, b, interpret=True)
         return accs
 
     def multiply(refs):
-        for i, make, b in products:
-            plgpu.wgmma(refs[i], make(), b)
+        for i, a, b in products:
+            plgpu.wgmma(refs[i], a, b)
 
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
 

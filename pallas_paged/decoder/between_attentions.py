@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_paged.checks import check_interpret, default_promotion, pytree
+from pallas_paged.checks import check_implementation, check_interpret, default_promotion, pytree
 from pallas_paged.decoder.kernels.batch_config import (
     BLOCKS_PER_STAGE,
     COLUMNS_PER_BLOCK,
@@ -127,9 +127,7 @@ def between_attentions(
     has_experts = weights.router is not None
     if has_experts != (mlp is not None) or (routing is not None and not has_experts):
         raise ValueError("weights.router needs mlp, and each of mlp and routing weights.router")
-    names = get_args(BlockImplementation)
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"{implementation=} must be None or one of {names}")
+    check_implementation(implementation, get_args(BlockImplementation))
     check_interpret(interpret, implementation)
     if _is_faster(residual.x.shape) if implementation is None else implementation != "xla":
         config, reason = _config(

@@ -196,7 +196,20 @@ class _LocalWrite:
 
     def steps(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Return the results of the kernel, by separate steps."""
-        return _steps(self.arrays(arrays), self.eps)
+        given = self.arrays(arrays)
+        q, k, v = _split(given, self.eps)
+        layer = LayerKV(
+            k_pages=given.layout.with_given_axes(given.k_pages),
+            v_pages=given.v_pages,
+            k_scales=given.k_scales,
+            v_scales=given.v_scales,
+            kv_layout=given.kv_layout,
+        )
+        layer = write_kv(layer, k, v, given.slots)
+        written = {name: getattr(layer, name) for name in given.written}
+        written["k_pages"] = given.layout.with_all_axes(layer.k_pages)
+        num_tokens, num_kv_heads, kinds, head_dim = given.qkv.shape
+        return q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim), *written.values()
 
     def rule(self, given: tuple[jax.Array, ...]) -> ShardingRule:
         axes, arrays = _AXES | {"k_scales": (), "v_scales": ()}, self.arrays(given)
@@ -219,24 +232,6 @@ def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.A
         rotation = arrays.cos[:, None], arrays.sin[:, None]
     norms = dict(q_norm=arrays.q_norm, k_norm=arrays.k_norm)
     return split_qkv(arrays.qkv, rotation=rotation, **norms, eps=eps)
-
-
-def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
-    """Return the results of the kernel, by separate steps."""
-    q, k, v = _split(arrays, eps)
-    layer = LayerKV(
-        k_pages=arrays.layout.with_given_axes(arrays.k_pages),
-        v_pages=arrays.v_pages,
-        k_scales=arrays.k_scales,
-        v_scales=arrays.v_scales,
-        kv_layout=arrays.kv_layout,
-    )
-    layer = write_kv(layer, k, v, arrays.slots)
-    written = {name: getattr(layer, name) for name in arrays.written}
-    written["k_pages"] = arrays.layout.with_all_axes(layer.k_pages)
-    num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
-    q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
-    return q, *written.values()
 
 
 @functools.cache

@@ -93,7 +93,8 @@ def _block_kernel(
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
     def strided(num_elements):
-        return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
+        vec_size = 4 if num_elements % 512 == 0 else 2
+        return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=vec_size)
 
     def load_row(ref, staging):
         """Load a row of the residual's size from device memory, by way of shared memory."""
@@ -373,8 +374,3 @@ def between_attentions(
         return outputs.residual, outputs.out, mailboxes
     experts = outputs.experts[None, : routing.num_experts_per_tok]
     return outputs.residual, outputs.out, experts, mailboxes
-
-
-def _vec_size(size: int) -> int:
-    """Return how many elements of a vector a thread takes at once."""
-    return 4 if size % 512 == 0 else 2

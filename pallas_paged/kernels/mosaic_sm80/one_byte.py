@@ -36,8 +36,7 @@ def load_queries(
     """
 
     def halves_of(words):
-        load: Any = plgpu.load  # its signature differs between versions of JAX
-        loaded = load(words, layout=layouts.lhs, optimized=False)
+        loaded = ops.load(words, layouts.lhs)
         found = _halves(loaded, dtype, layouts, interpret=interpret)
         return [x.astype(jnp.float32) for x in found]
 

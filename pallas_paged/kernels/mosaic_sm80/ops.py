@@ -1,6 +1,6 @@
 """Operations of the kernels for Ampere and later, and their equivalents in JAX's interpreter.
 
-Only this module branches on `interpret`. The interpreter can't run inline PTX and `plgpu.mma`.
+The interpreter can't run inline PTX and `plgpu.mma`. Modules with their own PTX branch as well.
 """
 
 from __future__ import annotations

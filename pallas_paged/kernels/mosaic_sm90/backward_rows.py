@@ -12,16 +12,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 
 ROWS = 128  # of a tile of queries: 64 for each of two consumers
-
-
-def _cdiv(a, b):
-    return (a + b - 1) // b
 
 
 @pytree
@@ -47,7 +44,7 @@ class PackedRows:
         """Return the places of the rows of a call."""
         num_tokens, group, num_seqs = arrays.q.shape[0], arrays.group, arrays.num_seqs
         q_lens = jnp.diff(arrays.cu_q_lens)
-        tiles = _cdiv(q_lens * group, ROWS)
+        tiles = pl.cdiv(q_lens * group, ROWS)
         start = jnp.append(0, jnp.cumsum(tiles)) * ROWS
         num_rows = (num_tokens * group // ROWS + min(num_seqs, num_tokens)) * ROWS
         row = jnp.arange(num_rows)
@@ -126,10 +123,10 @@ def work_of_queries(
     seen = causal_full = kv_len
     if options.causal:
         seen, causal_full = jnp.minimum(newest + 1, kv_len), jnp.minimum(oldest + 1, kv_len)
-    hi = _cdiv(jnp.maximum(seen, 0), block_k)
+    hi = pl.cdiv(jnp.maximum(seen, 0), block_k)
     lo = jnp.minimum(options.first_key(jnp.maximum(oldest, 0)) // block_k, hi)
     full_hi = jnp.clip(causal_full // block_k, lo, hi)
-    full_lo = jnp.clip(_cdiv(options.first_key(jnp.maximum(newest, 0)), block_k), lo, full_hi)
+    full_lo = jnp.clip(pl.cdiv(options.first_key(jnp.maximum(newest, 0)), block_k), lo, full_hi)
     return Work(
         seq=seq, first=first, kv_len=kv_len, before=before, origin=origin,
         lo=lo, hi=hi, full_lo=full_lo, full_hi=full_hi,
@@ -140,7 +137,7 @@ def work_of_keys(
     arrays: Arrays, rows: PackedRows, *, block_q: int, block_k: int, options: LogitOptions
 ) -> Work:
     """Return the tiles of `block_k` keys of each row; of each, the blocks of queries."""
-    tiles_per_row = _cdiv(arrays.max_kv_len, block_k)
+    tiles_per_row = pl.cdiv(arrays.max_kv_len, block_k)
     seq = jnp.repeat(jnp.arange(arrays.num_seqs), tiles_per_row)
     first = jnp.tile(jnp.arange(tiles_per_row) * block_k, arrays.num_seqs)
     q_len, kv_len, origin = jnp.diff(arrays.cu_q_lens)[seq], arrays.seq_lens[seq], rows.start[seq]
@@ -155,13 +152,13 @@ def work_of_keys(
         hi = jnp.minimum(q_len, last - before + options.sliding_window)
         full_hi = first - before + options.sliding_window
     group = arrays.group
-    end = _cdiv(q_len * group, block_q)
+    end = pl.cdiv(q_len * group, block_q)
     lo = jnp.clip(lo, 0, q_len) * group // block_q
-    hi = jnp.maximum(_cdiv(jnp.clip(hi, 0, q_len) * group, block_q), lo)
+    hi = jnp.maximum(pl.cdiv(jnp.clip(hi, 0, q_len) * group, block_q), lo)
     hi = jnp.where(first < kv_len, hi, lo)
     # Rows past the last token have no probability; the last keys of a row are masked.
     full_hi = jnp.where(full_hi < q_len, jnp.maximum(full_hi, 0) * group // block_q, end)
-    full_lo = _cdiv(jnp.clip(full_lo, 0, q_len) * group, block_q)
+    full_lo = pl.cdiv(jnp.clip(full_lo, 0, q_len) * group, block_q)
     full_lo = jnp.clip(jnp.where(first + block_k <= kv_len, full_lo, hi), lo, hi)
     full_hi = jnp.clip(full_hi, full_lo, hi)
     return Work(

@@ -53,7 +53,7 @@ def _decode_kernel(
     """One program: attend to its range of work units, and leave a state for each row."""
     options, block_k = plan.options, plan.block_k
     num_seqs, group = q_refs[0].shape[0], outs_ref.shape[1]
-    new = NewTokens.of(q_refs[0], new_refs, pages_refs) if new_refs else None
+    new = NewTokens(q_refs[0], *new_refs, *pages_refs) if new_refs else None
     program = pl.program_id(1)
 
     # Indices of loads and stores have power-of-two shapes; lanes past the real sizes are off.

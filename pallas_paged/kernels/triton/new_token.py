@@ -20,7 +20,7 @@ from pallas_paged.kernels.triton.pages import row_index
 from pallas_paged.kernels.triton.softmax import State
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NewTokens:
     """Refs to the newest tokens of the rows, of one KV head.
 
@@ -37,12 +37,6 @@ class NewTokens:
     sin: Any
     k_pages: Any
     v_pages: Any
-
-    @classmethod
-    def of(cls, qkv: Any, rest: Any, pages: Any) -> NewTokens:
-        """Return the new tokens from refs to qkv, to slots, cos and sin, and to the pages."""
-        slots, cos, sin = rest
-        return cls(qkv=qkv, slots=slots, cos=cos, sin=sin, k_pages=pages[0], v_pages=pages[1])
 
     def load(
         self, row: jax.Array, heads: jax.Array, dims: jax.Array, head_mask: Any, is_last: Any

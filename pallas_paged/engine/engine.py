@@ -287,8 +287,7 @@ class Engine:
         """Compile every shape that a step may have, so that nothing compiles later.
 
         Args:
-            params: parameters like those of the requests to come. None, alone or among others,
-                stands for any without structured outputs, routed experts and pooling.
+            params: of the requests to come. None: any, but without grammars, experts and pooling.
             progress: whether to show a bar on stderr (with tqdm, on a terminal).
 
         Raises:

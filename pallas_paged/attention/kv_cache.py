@@ -75,8 +75,9 @@ class PagedKVCache:
         """Return an empty cache.
 
         Args:
-            num_layers, num_pages, page_size, num_kv_heads, head_dim, v_head_dim, dtype, kv_layout,
-                sharding: as in `create_kv_pool`. On a mesh the table is replicated.
+            num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, kv_layout, sharding: as
+                in `create_kv_pool`. On a mesh the table is replicated.
+            v_head_dim: as in `create_kv_pool`.
             max_seqs, pages_per_seq: as in `create_page_table`.
 
         Raises:

@@ -19,10 +19,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from models.command.options import say
 from models.command.prompts import Job, JobMaker, parse_line
 from models.command.setup import (
-    devices_of,
     given,
     load_draft,
     load_model,
+    placements_of,
     prepare,
     print_defaults,
 )
@@ -60,7 +60,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options)
     EngineConfig(**sizes)
-    places = devices_of(args)
+    places = placements_of(args)
     base_seed = options.pop("seed", secrets.randbits(32))
     if args.chat_template is not None:  # an error even where no prompt has messages
         read_chat_template(args.checkpoint, file=args.chat_template)

@@ -47,7 +47,7 @@ def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def devices_of(args: argparse.Namespace) -> list[Placement]:
+def placements_of(args: argparse.Namespace) -> list[Placement]:
     """Return where the replicas of the engine are.
 
     Raises:
@@ -79,7 +79,7 @@ def load_draft(args: argparse.Namespace) -> Any:
     if method != "draft_model" or not isinstance(folder, str):
         return None  # or `EngineConfig` says what is wrong
     say(f"loading {folder} ...")
-    mesh = devices_of(args)[0].mesh
+    mesh = placements_of(args)[0].mesh
     model, weights = engine_model(load_checkpoint(folder, dtype=args.dtype, mesh=mesh)[0])
     args.speculative_config = config | {"model": model}
     return weights
@@ -98,7 +98,7 @@ def load_model(args: argparse.Namespace, draft_params: Any) -> tuple[Decoder, di
     Raises:
         ValueError: one of them is not usable, or there are too few devices.
     """
-    place = devices_of(args)[0]
+    place = placements_of(args)[0]
     say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=place.mesh)
     if (config := args.draft_head) is None:

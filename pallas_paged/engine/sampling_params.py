@@ -40,7 +40,7 @@ class SamplingParams:
         length_penalty: beams are ranked by log-probability / length ** length_penalty; in -10..10.
         max_tokens: most tokens of a completion; 0 computes the prompt only. None: the rest of the
             context.
-        min_tokens: no stop token is sampled before so many tokens of a completion, and a stop text
+        min_tokens: no stop token is sampled before this number of tokens, and a stop text
             within them ends nothing.
         temperature: divides the logits; 0, or less than the least normal f32, is greedy decoding,
             which ignores the filters.

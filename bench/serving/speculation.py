@@ -250,7 +250,7 @@ def markdown(run: dict[str, Any]) -> str:
         f"{run['shape']}, random weights, {run['max_tokens']} tokens of each row,"
         f" {run['num_speculative_tokens']} drafts a step by {run['drafts']}."
     )
-    blocks = [words, table(rows)]
+    blocks = [words, table(rows)] if run["results"] else []
     if ties := run.get("near_ties"):
         blocks.append(_words_of(ties, run["max_tokens"]))
     return timing.page(run["meta"], *blocks)
@@ -279,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add_shape(parser, "1b")
     add, positive = parser.add_argument, cli.at_least(1)
     add("--num-seqs", type=positive, nargs="+", default=[1, 8, 64], help="rows that decode")
-    add("--trace", choices=KINDS, nargs="+", default=[*KINDS], help="texts that the model says")
+    text = "texts that the model says; none: near ties alone"
+    add("--trace", choices=KINDS, nargs="*", default=[*KINDS], help=text)
     add("--max-tokens", type=cli.at_least(2), default=512, help="of each row")
     add("--method", choices=("ngram", "draft_model"), default="ngram", help="where drafts are from")
     add("--draft-shape", choices=SHAPES, help="of --method draft_model, with random weights")

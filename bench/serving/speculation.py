@@ -79,9 +79,9 @@ class Models:
     draft: Any = None
     draft_weights: Any = None
 
-    def engine(self, args: argparse.Namespace, rows: int, length: int, drafts: bool) -> Engine:
-        """Make an engine for rows of a length, with drafts or without."""
-        config: dict[str, Any] = dict(method=args.method)
+    def engine(self, args: argparse.Namespace, rows: int, length: int, way: str) -> Engine:
+        """Make an engine for rows of a length, which drafts in one of `_WAYS`."""
+        config: dict[str, Any] = dict(method=args.method, adaptive=way != "always")
         config |= dict(num_speculative_tokens=args.num_speculative_tokens)
         if self.draft is None:
             config |= dict(method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
@@ -95,9 +95,9 @@ class Models:
             watermark=0.0,
             enable_prefix_caching=False,
             implementation=args.implementation,
-            speculative_config=config if drafts else None,
+            speculative_config=None if way == "without" else config,
         )
-        draft_params = self.draft_weights if drafts else None
+        draft_params = None if way == "without" else self.draft_weights
         return Engine(self.model, self.weights, sizes, draft_params=draft_params)
 
 
@@ -142,9 +142,7 @@ def measure(case: tuple[int, str], models: Models, args: argparse.Namespace) -> 
     ]
     found: dict[str, Any] = {"num_seqs": num_seqs, "trace": kind}
     for name in _WAYS:
-        engine = emitting.engine(args, num_seqs, texts.shape[1], name != "without")
-        if name == "always":
-            _draft_always(engine)
+        engine = emitting.engine(args, num_seqs, texts.shape[1], name)
         timed: list[tuple[float, float]] = []
         # The first runs compile what these requests need, not all that a warm-up does. How rows
         # end depends on times, so a later run may compile too: it is not counted.
@@ -193,11 +191,9 @@ def near_ties(args: argparse.Namespace) -> dict[str, Any]:
     prompts = rng.integers(model.vocab_size, size=(rows, 16)).tolist()
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
     each = []
-    for drafts in (False, True):
-        engine = models.engine(args, rows, 16 + args.max_tokens, drafts)
-        if drafts:
-            _draft_always(engine)
-        how = params if drafts else replace(params, logprobs=2)
+    for way in _WAYS[:2]:
+        engine = models.engine(args, rows, 16 + args.max_tokens, way)
+        how = replace(params, logprobs=2) if way == "without" else params
         each.append([x.outputs[0] for x in engine.generate(prompts, how, progress=False)])
     places, gaps, usual = [], [], []
     for one, other in zip(*each, strict=True):
@@ -216,12 +212,6 @@ def near_ties(args: argparse.Namespace) -> dict[str, Any]:
         "gaps": gaps,
         "usual_gap": float(np.median(np.concatenate(usual))),
     }
-
-
-def _draft_always(engine: Engine) -> None:
-    """Let each call verify drafts, in place of those for which the engine's rule decides."""
-    drafting: Any = engine.replicas[0].drafting
-    drafting.num_for = lambda num_rows: drafting.num_drafts
 
 
 def markdown(run: dict[str, Any]) -> str:

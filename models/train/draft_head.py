@@ -214,12 +214,11 @@ def acceptance(
         The share of drafts that were right, by place, and the tokens of a step and row.
     """
     (model, weights), (drafting, draft_weights) = engine_model(decoder), engine_draft(head)
-    method = dict(method="eagle", model=drafting, num_speculative_tokens=_NUM_DRAFTS)
+    method = dict(
+        method="eagle", model=drafting, num_speculative_tokens=_NUM_DRAFTS, adaptive=False
+    )
     config = EngineConfig(max_num_seqs=min(16, len(prompts)), speculative_config=method)
     engine = Engine(model, weights, config, draft_params=draft_weights)
-    for replica in engine.replicas:
-        assert replica.drafting is not None
-        replica.drafting.num_for = lambda num_rows: _NUM_DRAFTS  # type: ignore[method-assign]
     engine.generate(prompts, SamplingParams(**params), progress=False)
     stats = engine.stats()
     num_drafts = max(1, stats.spec_decode_num_drafts)

@@ -11,14 +11,8 @@ from tests.support.scheduler_host import Host, make_sequence, with_forks
 K = 4
 
 
-class Always(DraftPolicy):
-    """Wants drafts in every call."""
-
-    def __init__(self):
-        super().__init__(K, math.inf)
-
-    def num_for(self, num_rows):
-        return self.num_drafts
+def always():
+    return DraftPolicy(K, math.inf, adaptive=False)
 
 
 def decisions(policy, num_calls, num_rows=1, num_accepted=0.0):
@@ -96,8 +90,15 @@ def test_no_trial_is_made_where_even_right_drafts_would_not_pay():
     assert not any(decisions(DraftPolicy(K, 200.0), 500, num_rows=400))
 
 
+def test_a_policy_that_does_not_adapt_drafts_in_each_call():
+    policy = DraftPolicy(K, 200.0, adaptive=False)
+    policy.observe_step(400, False, 0.010)
+    policy.observe_step(400, True, 0.030)
+    assert all(decisions(policy, 200, num_rows=400))
+
+
 def schedules(*sequences, **options):
-    host = Host(*sequences, drafting=Always(), max_tokens_of_call=10, **options)
+    host = Host(*sequences, drafting=always(), max_tokens_of_call=10, **options)
     return host, host.run()
 
 
@@ -114,10 +115,10 @@ def test_calls_with_chunks_penalties_grammars_or_routed_experts_have_no_drafts()
 
 def test_a_call_with_drafts_asks_for_all_tokens_that_its_steps_may_give():
     one = make_sequence(0, 4, new=13)
-    host = Host(one, drafting=Always(), max_tokens_of_call=10)
+    host = Host(one, drafting=always(), max_tokens_of_call=10)
     steps = [host.step() for _ in range(2)]
     assert (steps[1].num_steps, steps[1].num_verifications) == (K + 1, 1)
-    host = Host(make_sequence(0, 4, new=30), drafting=Always(), max_tokens_of_call=10, num_steps=8)
+    host = Host(make_sequence(0, 4, new=30), drafting=always(), max_tokens_of_call=10, num_steps=8)
     steps = [host.step() for _ in range(2)]
     assert (steps[1].num_steps, steps[1].num_verifications) == (10, 8)
     assert steps[1].decodes[0].num_tokens == 10
@@ -126,7 +127,7 @@ def test_a_call_with_drafts_asks_for_all_tokens_that_its_steps_may_give():
 def test_where_pages_are_too_few_for_drafts_a_token_is_computed_without():
     """Of five pages the prompts take four, which have room for a token each."""
     each = make_sequence(0, 7, new=9), make_sequence(1, 7, new=9)
-    host = Host(*each, drafting=Always(), max_tokens_of_call=10, num_pages=5)
+    host = Host(*each, drafting=always(), max_tokens_of_call=10, num_pages=5)
     calls = [host.step() for _ in range(2)]
     assert [(len(call.decodes), call.num_drafts) for call in calls] == [(0, 0), (2, 0)]
     assert not host.scheduler.num_preemptions
@@ -140,7 +141,7 @@ def test_pages_are_counted_right_whatever_number_of_drafts_is_right(caching):
         each = [make_sequence(i, 3 + 5 * i, new=17 + i) for i in range(6)]
         with_forks(each[1], 2)
         sizes = dict(max_tokens_of_call=10, num_pages=14 + seed % 5, num_steps=1 + seed % 4)
-        host = Host(*each, drafting=Always(), caching=caching, **sizes)
+        host = Host(*each, drafting=always(), caching=caching, **sizes)
         host.rng.seed(seed)
         calls = host.run()
         assert any(call.num_drafts for call in calls)

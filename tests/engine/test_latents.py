@@ -22,7 +22,6 @@ from tests.support.engine_calls import (
     PROMPTS,
     assert_copies_no_pool,
     assert_every_page_is_free,
-    drafts_of,
     greedy,
     make_engine,
     serve,
@@ -52,10 +51,13 @@ def expected():
 @pytest.mark.slow
 def test_tokens_with_drafts_equal_numpy(expected):
     config = dict(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+        method="ngram",
+        num_speculative_tokens=3,
+        prompt_lookup_max=3,
+        prompt_lookup_min=1,
+        adaptive=False,
     )
     engine = engine_of(num_pages=32, speculative_config=config)
-    drafts_of(engine, 3)
     assert tokens_of(serve(engine, PROMPTS, greedy())) == expected
     assert engine.stats().spec_decode_num_drafts > 0
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import EngineConfig
-from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device import runner
 from pallas_paged.engine.device.lookup import find_drafts
 from pallas_paged.engine.device.state import History
 from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.speculative_config import SpeculativeConfig
 from tests.support.draft_calls import (
     ALL,
     GREEDY,
@@ -30,7 +30,6 @@ from tests.support.engine_calls import (
     PROMPTS,
     assert_copies_no_pool,
     assert_every_page_is_free,
-    drafts_of,
     greedy,
     make_engine,
     run,
@@ -47,8 +46,9 @@ from tests.support.mixed_model import MixedModel
 from tests.support.plain_model import PlainModel, dense_logits, greedy_tokens
 
 K = 3
-CONFIG = dict(method="ngram", num_speculative_tokens=K, prompt_lookup_max=3, prompt_lookup_min=1)
-SUFFIX = dict(method="suffix", num_speculative_tokens=K)
+DRAFTS = dict(num_speculative_tokens=K, adaptive=False)
+CONFIG = dict(DRAFTS, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+SUFFIX = dict(DRAFTS, method="suffix")
 PENALTIES = [SamplingMode(penalties=True)]
 own_programs = pytest.mark.cpu_budget(14)
 PERIODIC = [[1, 2, 3, 4, 5] * 3, [7, 8] * 5, [*range(9, 20)] * 2]
@@ -59,7 +59,6 @@ def speculating(model=MODEL, num_steps=4, params=None, config=CONFIG, modes=MODE
     options = SIZES | dict(speculative_config=config) | options
     engine = make_engine(model, params, modes=modes, **options)
     steps_of(engine, num_steps)
-    drafts_of(engine, K)
     return engine
 
 
@@ -293,6 +292,7 @@ def test_texts_are_drawn_with_the_probabilities_of_the_model():
         (dict(CONFIG, method="ngrams"), "method='ngrams'.* did you mean 'ngram'"),
         (dict(CONFIG, num_speculative_token=3), "no 'num_speculative_token'; did you mean"),
         (dict(CONFIG, num_speculative_tokens=0), "num_speculative_tokens=0 must be"),
+        (dict(CONFIG, adaptive=1), "adaptive=1 must be"),
         (dict(CONFIG, prompt_lookup_min=4), "prompt_lookup_min=4 must be"),
         (dict(CONFIG, prompt_lookup_max=65), "prompt_lookup_max=65 must be"),
         (dict(method="ngram"), "must have 'num_speculative_tokens'"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.checks import pytree
-from pallas_paged.engine.config import EngineConfig, SpeculativeConfig
+from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.state import Array, EngineState
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.sampling.logprobs import Logprobs
@@ -24,6 +24,7 @@ from pallas_paged.engine.schedule.calls import (
     SchedulerOutput,
     SequenceOutput,
 )
+from pallas_paged.engine.speculative_config import SpeculativeConfig
 
 _MIN_SLOTS = 8
 _MIN_TOKENS = 128  # fewer take as long, because a step reads all weights

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.checks import INT32_MAX
-from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.batch import NOT_SAMPLED, Batch
 from pallas_paged.engine.device.state import EngineState, History
+from pallas_paged.engine.speculative_config import SpeculativeConfig
 
 
 def add_tokens(

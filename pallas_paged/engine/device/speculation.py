@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.checks import INT32_MAX, pytree
-from pallas_paged.engine.config import SpeculativeConfig
 from pallas_paged.engine.device.batch import NOT_SAMPLED, ChunkBatch, output_of
 from pallas_paged.engine.device.call import Call, Packed, read_hidden
 from pallas_paged.engine.device.lookup import add_tokens, find_drafts
 from pallas_paged.engine.device.state import EngineState, History
 from pallas_paged.engine.device.step import Result, draw, reserve
 from pallas_paged.engine.schedule.calls import DraftOutput
+from pallas_paged.engine.speculative_config import SpeculativeConfig
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, slot_mapping, truncate

@@ -73,9 +73,11 @@ class Replica:
         )
         self.drafting = None
         if (speculation := config.speculation) is not None:
-            num_drafts = speculation.num_speculative_tokens
             self.drafting = DraftPolicy(
-                num_drafts, executor.free_tokens, draft_share=executor.draft_share
+                speculation.num_speculative_tokens,
+                executor.free_tokens,
+                draft_share=executor.draft_share,
+                adaptive=speculation.adaptive,
             )
         self.scheduler = Scheduler(
             pages,

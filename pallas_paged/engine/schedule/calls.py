@@ -171,14 +171,21 @@ class DraftPolicy:
         num_drafts: of a row.
     """
 
-    def __init__(self, num_drafts: int, free_tokens: float, *, draft_share: float = 0.0):
-        """Start with the hope that half of the drafts are right.
+    def __init__(
+        self,
+        num_drafts: int,
+        free_tokens: float,
+        *,
+        draft_share: float = 0.0,
+        adaptive: bool = True,
+    ):
+        """Start with the hope that half of the drafts are right; always draft if not `adaptive`.
 
         `free_tokens` of a step take as long to compute as the weights to read; it may be infinite.
         A step of the draft model, if there is one, takes `draft_share` of a step of the model. It
         makes one in each step, and as many as there are drafts in a step with drafts.
         """
-        self.num_drafts = num_drafts
+        self.num_drafts, self._adaptive = num_drafts, adaptive
         self._free_tokens, self._draft_share = free_tokens, draft_share
         self._tokens_of_step = 1 + num_drafts / 2
         self._seconds: dict[tuple[int, bool], float] = {}  # by the bits of rows, and with drafts
@@ -186,6 +193,8 @@ class DraftPolicy:
 
     def num_for(self, num_rows: int) -> int:
         """Return the drafts of each row in the next call: all or none."""
+        if not self._adaptive:
+            return self.num_drafts
         longer = self._times_longer(num_rows)
         pays = self._tokens_of_step > longer
         self._num_calls += 1

@@ -135,6 +135,15 @@ def test_one_row_has_the_splits_and_tiles_that_give_programs_equal_work():
     assert tiles == [(64, 64, 64, 32), (64, 56, 64, 48), (32, 32, 32, 64)]
 
 
+def test_one_row_has_as_many_splits_as_a_part_of_its_columns_fits_the_registers():
+    def splits(hidden_size):
+        sizes = dict(size=5120, attended_size=5120, hidden_size=hidden_size, out_size=7168)
+        config = decoder_block_config(**sizes, num_programs=132)
+        return config and config.down_splits
+
+    assert [splits(x) for x in (8192, 17408, 17920, 32768)] == [1, 4, None, 8]
+
+
 @pytest.mark.parametrize("sizes", [QWEN, *LLAMAS])
 @pytest.mark.parametrize(("clusters", "cluster_size"), [(30, 4), (33, 4), (66, 2)])
 def test_equal_tiles_cover_all_features_and_each_is_owned_once(sizes, clusters, cluster_size):
@@ -168,7 +177,7 @@ BOTH = dict(hidden_size=8200), dict(out_size=100)
 @pytest.mark.parametrize(
     ("rows", "change"),
     [
-        *((1, x) for x in (*BOTH, dict(size=776), dict(attended_size=65536))),
+        *((1, x) for x in (*BOTH, dict(size=776), dict(attended_size=131072))),
         *((64, x) for x in (*BOTH, dict(size=320), dict(attended_size=2000))),
     ],
     ids=str,

@@ -202,7 +202,8 @@ def decoder_block_config(
 
     def of_columns(num_columns: int) -> list[tuple[int, float]]:
         counts = [n for n in (1, 2, 4, 8) if n == 1 or num_columns % (n * block_k) == 0]
-        return [(n, 1 / n) for n in counts]
+        fit = [n for n in counts if num_columns <= n * _MAX_BLOCK_ROW]
+        return [(n, 1 / n) for n in fit or counts]
 
     router_splits = experts_per_split = 1
     o_tile, o_splits = best(size, of_columns(attended_size))

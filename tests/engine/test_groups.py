@@ -189,8 +189,9 @@ class Forgetful(MixedModel):
 
 def test_a_layer_that_sees_more_than_its_spec_says_is_refused():
     model = Forgetful(**vars(MODEL))
-    with pytest.raises(ValueError, match="sliding_window=None of a layer must be at most 6"):
-        engine_of(model)
+    for one in (model, replace(model, num_full_layers=0)):  # also if all layers have a window
+        with pytest.raises(ValueError, match="sliding_window=None of a layer must be at most 6"):
+            engine_of(one)
     engine_of(model, num_pages=WINDOW_PAGES)  # where no pages are freed, it may
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
 from pallas_paged.attention.mla import mla_attention
+from pallas_paged.checks import static_integer
 from pallas_paged.decoder.latent_write import rotate_and_write_latents
 from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.decoder.rotary_write import Rotation, rotate, rotate_and_write_kv
@@ -79,6 +80,7 @@ class PagedAttend:
         num_kv_heads: Sequence[int],
         kernels: AttentionKernels,
         peers: Peers | None = None,
+        sliding_window: int | None = None,
         windows: tuple[PageTable, jax.Array, int] | None = None,
     ):
         """Gather what all layers share.
@@ -93,6 +95,8 @@ class PagedAttend:
             num_kv_heads: of the model's kinds of layers.
             kernels: of the attention.
             peers: of the devices of a mesh.
+            sliding_window: the largest window, if all layers have one: pages left of it may be
+                free.
             windows: of layers with the number of pages of another table: that table, with the same
                 rows and lengths and fewer pages, its slots of the new tokens, and the largest
                 window of these layers: pages left of it may be free.
@@ -102,7 +106,7 @@ class PagedAttend:
         self._routed_experts = None if given is None else given.astype(jnp.int32)
         self.ignores_experts = given is not None  # until the model has taken them
         self._rows, self._chunks = decode_rows, chunks
-        self._pages = self._of_table(table, slot_mapping, None)
+        self._pages = self._of_table(table, slot_mapping, sliding_window)
         self._window_pages = None if windows is None else self._of_table(*windows)
         if chunks is not None:
             self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
@@ -150,11 +154,11 @@ class PagedAttend:
         if traced and any(cache.k_pages is pages for pages in self._seen):
             raise ValueError("the model must call `attend` once for each layer, with its own cache")
         self._seen.append(cache.k_pages)
-        pages = self._window_pages
-        if pages is None or cache.num_pages != pages.num_pages:
-            return self._pages
+        pages = self._pages
+        if (windows := self._window_pages) is not None and cache.num_pages == windows.num_pages:
+            pages = windows
         given, most = options.get("sliding_window"), pages.sliding_window
-        if given is None or given > most:
+        if most is not None and (given is None or static_integer("sliding_window", given) > most):
             raise ValueError(
                 f"sliding_window={given} of a layer must be at most {most}, as in the model's "
                 "kv_cache_spec: pages left of that are freed"

@@ -77,6 +77,7 @@ class Call:
             num_kv_heads=[spec.of(group).num_kv_heads for group in spec.groups],
             kernels=self.kernels,
             peers=self.peers,
+            sliding_window=spec.sliding_window,
             windows=windows,
         )
         positions = jnp.maximum(positions, 0)

@@ -353,8 +353,10 @@ _OF_MODEL = "vocab_size", "max_model_len", "eos_token_ids", "kv_cache_spec", "lo
 def check_model(model: Any) -> None:
     """Raise ValueError if an object is not what `Model` describes."""
     check_has("model", model, *_OF_MODEL)
-    if type(model).__hash__ is None:
-        raise ValueError(f"{model=} must be hashable")
+    try:
+        hash(model)
+    except TypeError as error:  # also of a field
+        raise ValueError(f"{model=} must be hashable: {error}") from error
     if not isinstance(model.kv_cache_spec, KVCacheSpec):
         raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")
     spec = model.kv_cache_spec

@@ -360,9 +360,10 @@ def check_model(model: Any) -> None:
     if not isinstance(model.kv_cache_spec, KVCacheSpec):
         raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")
     spec = model.kv_cache_spec
-    windows, num_layers = spec.sliding_windows, spec.num_layers
-    if windows is not None and len(windows) != num_layers:
-        raise ValueError(f"sliding_windows={windows} must have one entry for each of {num_layers=}")
+    num_layers = spec.num_layers
+    for name in ("sliding_windows", "k_scales", "v_scales"):
+        if (values := getattr(spec, name)) is not None and len(values) != num_layers:
+            raise ValueError(f"{name}={values} must have one entry for each of {num_layers=}")
     for name in ("window_num_kv_heads", "window_head_dim"):
         if (value := getattr(spec, name)) is not None:
             check_integer(f"kv_cache_spec.{name}", value, 1)

@@ -28,7 +28,7 @@ from tests.support.engine_calls import (
 )
 from tests.support.mixed_model import MixedModel
 from tests.support.page_tables import extend, i32
-from tests.support.plain_model import greedy_tokens
+from tests.support.plain_model import PlainModel, greedy_tokens
 from tests.support.scheduler_host import Host, make_sequence, with_forks
 
 # Of each sequence the pages of 18 tokens are kept: the window, a page and a call of 8 steps. They
@@ -195,12 +195,15 @@ def test_a_layer_that_sees_more_than_its_spec_says_is_refused():
     engine_of(model, num_pages=WINDOW_PAGES)  # where no pages are freed, it may
 
 
-def test_windows_must_be_given_for_each_layer():
+@pytest.mark.parametrize("name", ["sliding_windows", "k_scales", "v_scales"])
+def test_windows_and_scales_must_be_given_for_each_layer(name):
     @dataclass(frozen=True, kw_only=True)
-    class Short(MixedModel):
-        windows = (4,)
+    class Short(PlainModel):
+        @property
+        def kv_cache_spec(self):
+            return replace(super().kv_cache_spec, **{name: (4,)})
 
-    with pytest.raises(ValueError, match=r"sliding_windows=\(4,\) must have one entry for each of"):
+    with pytest.raises(ValueError, match=rf"{name}=\(4,\) must have one entry for each of"):
         check_model(Short())
 
 

@@ -148,7 +148,6 @@ def _fused_forward(
     return _fused(how, swiglu_limit, x, weights, indices, scales), (x, weights, indices, scales)
 
 
-@default_promotion()
 def _fused_backward(how: How, swiglu_limit: float | None, saved: Any, d_out: jax.Array) -> Any:
     arrays = _named(*saved)
     names = tuple(name for name in arrays if name != "expert_indices")

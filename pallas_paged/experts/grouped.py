@@ -140,11 +140,12 @@ def grouped(how: How, transpose_rhs: bool, x: jax.Array, w: jax.Array, groups: G
     return xla.grouped_matmul(x, w, groups, transpose_rhs=transpose_rhs)
 
 
+@default_promotion()  # also where a caller has left the one of the entry
 def _forward(how: How, transpose_rhs: bool, x: jax.Array, w: jax.Array, groups: Groups) -> Any:
     return grouped(how, transpose_rhs, x, w, groups), (x, w, groups)
 
 
-@default_promotion()  # also where a caller has left the one of the entry
+@default_promotion()
 def _backward(how: How, transpose_rhs: bool, residuals: Any, d_out: jax.Array) -> Any:
     x, w, groups = residuals
     a, b = (d_out, x) if transpose_rhs else (x, d_out)

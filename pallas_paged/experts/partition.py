@@ -23,6 +23,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_paged.attention.partition import explicit_mesh, mesh_of, sources_key
+from pallas_paged.checks import default_promotion
 from pallas_paged.pages.sharding import mesh_axes
 
 # The axes of the arrays: tokens t, experts x, features f, and those that are never sharded.
@@ -58,6 +59,7 @@ class Routed:
     static: tuple[Any, ...]
     one_device: bool
 
+    @default_promotion()  # JAX also calls it after the entry has returned
     def __call__(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         return self.function(*self.static, **arrays)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.experts import fused_experts
@@ -90,11 +91,18 @@ def test_gradients_are_those_of_dense_experts():
         assert error(found, oracle.exact(wanted)) < 1e-5
 
 
-def test_a_caller_may_forbid_promotion():
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_caller_may_forbid_promotion(num_devices):
     x, gate_up, down, indices, scales = arrays("bfloat16")
+    auto = mesh(num_devices)
+    gate_up = jax.device_put(gate_up, NamedSharding(auto, P(None, "tensor")))
+    down = jax.device_put(down, NamedSharding(auto, P(None, None, "tensor")))
 
     def loss(x, gate_up, down, scales):
-        return fused_experts(x, gate_up, down, indices, scales, implementation="xla").sum()
+        def layer(x, gate_up):  # in a loop the rules of gradients are called behind the entry
+            return fused_experts(x, gate_up, down, indices, scales, implementation="xla"), None
+
+        return jax.lax.scan(layer, x, gate_up[None])[0].sum()
 
     with strict_promotion():
         grads = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, gate_up, down, scales)

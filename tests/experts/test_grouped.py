@@ -9,6 +9,7 @@ from pallas_paged.experts import grouped_matmul
 from pallas_paged.experts.plan import Groups, max_tiles, sort_pairs, tiles_of
 from tests.support import experts_oracle as oracle
 from tests.support.experts_oracle import draw, error
+from tests.support.promotion import strict_promotion
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
 M, K, N = 300, 24, 40
@@ -58,6 +59,17 @@ def test_gradients_are_those_of_separate_products(transpose_rhs):
         of_group = oracle.exact(x)[rows].T @ oracle.exact(d_out)[rows]
         found = d_w[group].T if transpose_rhs else d_w[group]
         np.testing.assert_allclose(found, of_group, atol=1e-4)
+
+
+def test_a_caller_may_forbid_promotion_also_of_gradients_in_a_loop():
+    x, w, sizes = draw(1, 6, 8), draw(2, 1, 3, 8, 8), jnp.array([3, 0, 2], jnp.int32)
+
+    def loss(x, w):
+        return jax.lax.scan(lambda x, w: (grouped_matmul(x, w, sizes), None), x, w)[0].sum()
+
+    wanted = jax.grad(loss)(x, w)
+    with strict_promotion():
+        np.testing.assert_array_equal(jax.grad(loss)(x, w), wanted)
 
 
 def test_no_array_has_rows_and_groups():

@@ -162,7 +162,8 @@ class PagedKVCache:
             seqs = jnp.searchsorted(offsets[1:], tokens, side="right").astype(jnp.int32)
             ends = (lens - offsets[1:]).at[seqs].get(mode="fill", fill_value=0)
             positions = ends + tokens
-        first_new = (lens - self.num_new_tokens).at[seqs].get(mode="fill", fill_value=INT32_MAX)
+        first_new = jnp.subtract(lens, self.num_new_tokens)
+        first_new = first_new.at[seqs].get(mode="fill", fill_value=INT32_MAX)
         is_new = positions >= first_new
         slots = page_table.slot_mapping(self.table, seqs, jnp.where(is_new, positions, -1))
         layers = list(self.pool.layers)

@@ -66,14 +66,14 @@ class PageTable(PageStack):
 def on_table(
     function: Callable[Concatenate[PageTable, P], T],
 ) -> Callable[Concatenate[PageTable, P], T]:
-    """Return a function of a table that runs under `default_promotion` and takes a table only."""
+    """Return a function of a table, also of NumPy arrays, that runs under `default_promotion`."""
 
     @functools.wraps(function)
     def checked(table: PageTable, *args: P.args, **kwargs: P.kwargs) -> T:
         if not isinstance(table, PageTable):
             raise ValueError(f"table must be a PageTable, got {type(table).__name__}")
         with default_promotion():
-            return function(table, *args, **kwargs)
+            return function(jax.tree.map(jnp.asarray, table), *args, **kwargs)
 
     return checked
 

@@ -181,6 +181,19 @@ def test_weakly_typed_counts_leave_the_types_of_the_cache_alone():
     assert jax.typeof(extended.num_new_tokens) == jax.typeof(cache.num_new_tokens)
 
 
+def test_a_cache_of_numpy_arrays_goes_on_as_one_restored_from_a_file_does():
+    x = np.ones((B, H, D), np.float32)
+    cache, _ = extend(create(), np.int32([1, 2, 0]))
+    results = []
+    for one in (cache, jax.device_get(cache)):
+        one = one.write(0, x, x)
+        out = one.attend(0, x)
+        one, ok = jax.device_get(one).fork([1], [2])
+        one, _ = jax.device_get(one).truncate([1, 0, 2])
+        results.append((out, ok, jax.device_get(one).extend([1, 1, 0])[0], one.free([True] * B)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 def test_on_a_mesh_heads_are_sharded_and_the_table_is_replicated():
     sharding = kv_pool_sharding(mesh(2))
     cache, texts = create(sharding=sharding), Texts()

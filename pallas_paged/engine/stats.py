@@ -28,7 +28,7 @@ class EngineStats:
         num_finished: requests that ended by themselves.
         num_aborted, num_failed: requests that were aborted, or ended by an error.
         num_preemptions: times that a sequence gave up its pages, to be computed again.
-        prompt_tokens: of all requests that have had their first token.
+        prompt_tokens: of all requests that have had their first token; of a restarted one again.
         prefix_cache_queries: tokens of prompts that were looked up in the prefix cache, once for
             each request, when it starts; those of a restarted one again.
         prefix_cache_hits: of those, tokens that the cache had.

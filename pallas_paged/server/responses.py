@@ -15,6 +15,7 @@ from pallas_paged.server.call import Call, Prompt, encode_json
 from pallas_paged.server.completions import ParsedAnswer, parse_chat
 from pallas_paged.server.fields import APIError, Fields, bad_request
 from pallas_paged.server.service import Service
+from pallas_paged.server.text import checked_messages
 from pallas_paged.server.tools import Tools
 
 # Fields of chats that are not passed on to one.
@@ -129,15 +130,17 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
             message["content"] = (message["content"] or "") + content
         elif kind == "message":
             content = _text(item.get("content"), f"{place}.content")
-            messages.append({"role": item.get("role"), "content": content})
+            messages.append(_checked({"role": item.get("role"), "content": content}, place))
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _checked({"role": "assistant", "tool_calls": [call]}, place)
             answer().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = _text(item.get("output"), f"{place}.output")
             call_id = item.get("call_id")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            message = {"role": "tool", "tool_call_id": call_id, "content": content}
+            messages.append(_checked(message, place))
         elif kind == "reasoning":
             parts = item.get("content") or []
             message = answer()
@@ -150,6 +153,15 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
     return messages
+
+
+def _checked(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a message of an item; raise an APIError that names the item if it is not valid."""
+    try:
+        checked_messages([message])
+    except ValueError as error:
+        raise bad_request(str(error).replace("messages[0]", place, 1), "input") from None
+    return message
 
 
 def _text(content: Any, place: str, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:

@@ -16,6 +16,7 @@ GREEDY = {"model": "small", "temperature": 0}
 RENDERED = "[system] Brief.\n[user] Hi\n[assistant] "
 CHOICE = {"enum": [{"a": 11}, {"a": 12}, {"a": 21}, {"a": 22}]}
 IMAGE = {"type": "input_image"}
+QUESTION = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "name": "f", "parameters": {"const": {"a": 1}}}
 
 
@@ -104,6 +105,23 @@ def test_a_bad_request_names_its_field(client, fields, words, param):
     response = client.post("/v1/responses", json={"input": "Hi"} | fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param) and words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (QUESTION | {"role": "boss"}, ".role='boss' must be one of system, "),
+        ({"type": "function_call", "arguments": "{}"}, ".tool_calls[0]={"),
+        ({"type": "function_call", "name": "f", "arguments": "{"}, ".tool_calls[0]: arguments='{'"),
+        ({"type": "function_call_output", "call_id": 5, "output": ""}, ".tool_call_id=5 must be"),
+    ],
+)
+def test_a_bad_item_is_named_by_its_index(client, item, words):
+    """The items of an answer are one message."""
+    answer = [{"role": "assistant", "content": x} for x in "ab"]
+    items = [*answer, QUESTION, answer[0], item]
+    error = client.post("/v1/responses", json={"input": items}).json()["error"]
+    assert error["message"].startswith(f"input[4]{words}") and error["param"] == "input"
 
 
 def parsed(tmp_path, items, **fields):

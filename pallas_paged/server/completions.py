@@ -200,8 +200,7 @@ class _ChatAnswer(ParsedAnswer):
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
         parts = self.parts(index, prompt, output)
-        has_others = bool(parts.reasoning or parts.calls)
-        content = None if has_others and not parts.content else parts.content
+        content = None if parts.calls and not parts.content else parts.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _reasoning_of(parts)
         if parts.calls:

@@ -18,6 +18,7 @@ from pallas_paged.engine.requests.grammar import (  # noqa: E402
 from pallas_paged.server.answer_parser import AnswerParser  # noqa: E402
 from pallas_paged.server.completions import parse_chat  # noqa: E402
 from pallas_paged.server.fields import Fields  # noqa: E402
+from pallas_paged.server.text import checked_messages  # noqa: E402
 from pallas_paged.server.tools import find_formats, take_tools  # noqa: E402
 from tests.support.servers import make_service, small_engine  # noqa: E402
 
@@ -210,6 +211,13 @@ def test_a_prompt_that_opens_the_reasoning_begins_within_it(tmp_path, monkeypatc
     complete, _ = answers(tmp_path, ["Hm.\n</think>\n", "\nHi"], ("hermes", "qwen3"))
     message = complete["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hi", "Hm.")
+
+
+def test_an_answer_of_reasoning_alone_can_be_sent_back(tmp_path):
+    complete, _ = answers(tmp_path, ["<think>Hm."], ("hermes", "qwen3"))
+    message = complete["message"]
+    assert (message["content"], message["reasoning_content"]) == ("", "Hm.")
+    assert checked_messages([message])
 
 
 def test_calls_stay_content_without_tools_or_a_parser(tmp_path):

@@ -307,19 +307,24 @@ def _check_stop(texts: list[Any]) -> None:
 class TextOffsets:
     """Counts the characters of a text that comes as the bytes of its tokens."""
 
-    def __init__(self) -> None:
-        """Start at the beginning of a text."""
+    def __init__(self, prompt: str = "") -> None:
+        """Start at the beginning of a text, which begins with this prompt."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0
+        self._prompt, self._num_characters = prompt, 0
 
-    def add(self, data: bytes) -> int:
-        """Return the offset of the next token, which has these bytes.
+    def add(self, data: bytes, *, is_special: bool = False) -> int:
+        """Return the offset of the character with which the next token begins or goes on.
 
-        A token that has a part of a character has the offset of that character.
+        A special token has text only where the prompt has its name.
         """
-        offset = self._num_characters
-        self._num_characters += len(self._decoder.decode(data))
-        return offset
+        start, decode = self._num_characters, self._decoder.decode
+        if is_special and not self._prompt.startswith(data.decode(), start):
+            return start
+        if self._prompt[start : start + 1].strip():  # some tokenizers add a space before a text
+            data = data.removeprefix(b" ")
+        num_first, has_more = len(decode(data[:1])), bool(self._decoder.getstate()[0])
+        self._num_characters = start + num_first + len(decode(data[1:]))
+        return start + max(num_first + has_more - 1, 0)
 
 
 def chat_logprobs(
@@ -349,7 +354,7 @@ def completion_logprobs(
         token_ids: of the text.
         entries: for each token; None for the first token of a prompt.
         num_top: alternatives of each token.
-        tokenizer: of the tokens; special ones have no part of the text.
+        tokenizer: of the tokens.
         offsets: of the tokens, where the completion's earlier ones have been.
     """
     logprobs: list[float | None] = []
@@ -358,7 +363,7 @@ def completion_logprobs(
     for token_id, entry in zip(token_ids, entries, strict=True):
         data = tokenizer.token_bytes(token_id)
         tokens.append(_text(data))
-        text_offset.append(offsets.add(b"" if tokenizer.is_special(token_id) else data))
+        text_offset.append(offsets.add(data, is_special=tokenizer.is_special(token_id)))
         if entry is None:
             logprobs.append(None)
             top_logprobs.append(None)

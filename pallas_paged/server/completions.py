@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -363,7 +363,7 @@ class _TextAnswer(Answer):
         super().__init__(service.config.served_model_name)
         self._tokenizer, self._echo = tokenizer, echo
         self._num_top, self._has_ids = num_top, has_ids
-        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # by choice
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
         choice = self.delta(index, prompt, output, is_first=True)
@@ -392,6 +392,5 @@ class _TextAnswer(Answer):
         entries: Sequence[Any] = output.logprobs or ()
         if echo and prompt.logprobs is not None:
             token_ids, entries = prompt.token_ids + token_ids, [*prompt.logprobs, *entries]
-        return completion_logprobs(
-            token_ids, entries, self._num_top, self._tokenizer, self._offsets[index]
-        )
+        offsets = self._offsets.setdefault(index, TextOffsets(prompt.text))
+        return completion_logprobs(token_ids, entries, self._num_top, self._tokenizer, offsets)

@@ -160,3 +160,18 @@ def test_log_probabilities_of_a_text():
     entries = [{one: Logprob(-1.0, 1)} for one in (1, 2, 3)]
     later = completion_logprobs([1, 2, 3], entries, 0, TOKENIZER, offsets)
     assert later["text_offset"] == [2, 2, 3] and later["top_logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("", [b"\xf0\x9f", b"x", b"\xf0", b"\xf0", b"\x9f\x98\x80y", b"z"], [0, 1, 2, 3, 3, 5]),
+        ("Hi <s>x", [b"<s>", b" Hi", b" ", b"<s>", b" x", b"<s>", b" y"], [0, 0, 2, 3, 6, 7, 7]),
+        (" Hi", [b" Hi", b" "], [0, 3]),
+        (" Hi", [b" ", b" Hi", b" "], [0, 1, 3]),
+    ],
+)
+def test_offsets_are_those_of_the_text(prompt, tokens, offsets):
+    """Also behind a part of a character, special tokens, and a space that the text lacks."""
+    made = TextOffsets(prompt)
+    assert [made.add(one, is_special=one == b"<s>") for one in tokens] == offsets

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.command.options import say
-from models.command.prompts import with_temperature
+from models.command.prompts import with_defaults
 from models.command.setup import given, load_draft, load_model, prepare, print_defaults
 from models.command.signals import Signals
 from models.decoder import engine_model
@@ -62,7 +62,7 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
         engine,
         tokenizer,
         template,
-        options=with_temperature(defaults) | options,
+        options=with_defaults(options, defaults),
         variables=args.chat_template_kwargs,
         system=args.system,
     )

@@ -98,15 +98,26 @@ class JobMaker:
         if options.get("beam_width"):  # beams draw nothing, and can't have stop texts
             defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
         max_tokens = max(1, min(MAX_TOKENS, self.room - len(token_ids)))
-        params = SamplingParams(**{"max_tokens": max_tokens} | with_temperature(defaults) | options)
+        params = SamplingParams(**{"max_tokens": max_tokens} | with_defaults(options, defaults))
         return Job(
             index=index, prompt=prompt, token_ids=token_ids, params=params, priority=priority
         )
 
 
-def with_temperature(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of a checkpoint, with a temperature if it has none."""
-    return {"temperature": TEMPERATURE, **defaults}
+def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with what they lack of a checkpoint's defaults, and with a temperature.
+
+    Where an answer of a chat ends is added to the stop texts and stop tokens of the options.
+    """
+    values = {"temperature": TEMPERATURE, **defaults, **options}
+    for name in ("stop", "stop_token_ids"):
+        if name in defaults and name in options:
+            values[name] = [*_as_list(defaults[name]), *_as_list(options[name])]
+    return values
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def parse_line(line: str) -> dict[str, Any]:

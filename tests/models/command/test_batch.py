@@ -177,15 +177,18 @@ def test_options_and_keys_override_the_sampling_defaults_of_the_checkpoint(serve
     (copy / "tokenizer_config.json").write_text('{"eos_token": "z"}')
     one, chat = {"prompt": "x", "max_tokens": 1}, {"messages": [{"role": "user", "content": "x"}]}
     objects = [one, one | {"top_p": 0.7, "temperature": None}, chat, chat | {"beam_width": 2}]
+    objects.append(chat | {"stop": "y", "stop_token_ids": [5]})
     _, _, err = serve(objects, "--checkpoint", str(copy), "--top-k", "3")
     serve([one, one | {"stop": []}, one | {"stop": "y"}], "--stop", "x")
     found = [params for params, _ in submitted]
-    assert [params.stop for params in found] == [(), (), ("\n\n",), (), ("x",), (), ("y",)]
+    assert [params.stop for params in found[:5]] == [(), (), ("\n\n",), (), ("\n\n", "y")]
+    assert [params.stop for params in found[5:]] == [("x",), (), ("y",)]
     assert [params.top_p for params in found[:3]] == [0.5, 0.7, 0.5]
     for params in found[:3]:
         assert (params.temperature, params.top_k, params.repetition_penalty) == (0.3, 3, 1.5)
     assert found[3].repetition_penalty == 1.0
-    assert [params.stop_token_ids for params in found[1:4]] == [(), (ord("z"),), (ord("z"),)]
+    ends = [params.stop_token_ids for params in found[1:5]]
+    assert ends == [(), (ord("z"),), (ord("z"),), (ord("z"), 5)]
     printed = "temperature=0.3, top_k=9, top_p=0.5, repetition_penalty=1.5"
     assert err.startswith(f"defaults of the checkpoint: {printed}\n")
 

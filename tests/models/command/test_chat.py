@@ -80,7 +80,8 @@ def test_reset_begins_again_and_quit_ends(chat, prompts):
 def test_template_and_engine_get_options_and_defaults_of_the_checkpoint(
     chat, prompts, copy, tmp_path
 ):
-    (copy / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
+    defaults = {"top_k": 7, "top_p": 0.5, "stop_strings": "p"}
+    (copy / "generation_config.json").write_text(json.dumps(defaults))
     file = tmp_path / "other.jinja"
     file.write_text("{{ mark }}" + TEMPLATE)
     given = ["--checkpoint", str(copy), "--chat-template", str(file)]
@@ -88,9 +89,9 @@ def test_template_and_engine_get_options_and_defaults_of_the_checkpoint(
     _, _, err = chat("x", args=[*given, "--max-tokens", "2", "--stop", "q", "--seed", "5"])
     ((prompt, params),) = prompts
     assert prompt == "!u:x\n!a:"
-    assert (params.max_tokens, params.stop, params.seed) == (2, ("q",), 5)
+    assert (params.max_tokens, params.stop, params.seed) == (2, ("p", "q"), 5)
     assert (params.top_k, params.top_p, params.temperature) == (7, 0.9, 0.0)
-    assert "defaults of the checkpoint: top_k=7, top_p=0.5\n" in err
+    assert "defaults of the checkpoint: top_k=7, top_p=0.5, stop=p\n" in err
 
 
 def test_answer_may_take_the_rest_of_the_context_and_then_it_is_full(chat, prompts):

@@ -100,7 +100,8 @@ def _read_lines(args: argparse.Namespace) -> list[str]:
     """Return the lines of the prompts file that are not blank."""
     if args.chat:
         for name in _NOT_IN_CHATS:
-            if getattr(args, name):
+            value = getattr(args, name)
+            if value or type(value) is int:  # 0, too
                 raise ValueError(f"--{name.replace('_', '-')} is not possible with --chat")
         return []
     if args.system is not None:

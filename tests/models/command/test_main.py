@@ -106,7 +106,7 @@ def test_closed_pipe_ends_the_command_without_an_error_message(run, monkeypatch,
             (f"--chat --{option}", f"--{option.split()[0]} is not possible with --chat")
             for option in ("prompt x", "prompts-file x", "json", "n 2", "best-of 2", "beam-width 2")
         ),
-        ("--chat --logprobs 2", "--logprobs is not possible with --chat"),
+        *((f"--chat --logprobs {n}", "--logprobs is not possible with --chat") for n in (2, 0)),
         ("--chat", " has no chat template, --chat needs one: give --chat-template FILE"),
         ("--chat --temperature -1", "temperature=-1.0 must be at least 0"),
         ("--chat --chat-template-kwargs x", "argument --chat-template-kwargs: 'x' must be a JSON"),

@@ -144,7 +144,9 @@ class _Conversation:
             )
             return
         most = self._options.get("max_tokens", room)
-        params = SamplingParams(**{**self._options, "max_tokens": min(most, room)})
+        least = self._options.get("min_tokens", 0)
+        limits = {"max_tokens": min(most, room), "min_tokens": min(least, room)}
+        params = SamplingParams(**{**self._options, **limits})
         if not self._num_answers:
             say("compiling and generating ...")
         self._num_answers += 1

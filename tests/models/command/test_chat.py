@@ -106,6 +106,13 @@ def test_answer_may_take_the_rest_of_the_context_and_then_it_is_full(chat, promp
     assert messages[2].startswith("error: the conversation has 64 tokens, and the context 64: /res")
 
 
+def test_an_answer_with_min_tokens_ends_with_the_context(chat, prompts):
+    status, _, err = chat("y" * 40, args=["--min-tokens", "30"])
+    ((prompt, params),) = prompts
+    assert status == 0 and params.min_tokens == params.max_tokens == 64 - len(prompt)
+    assert "the context of 64 tokens is full: /reset begins a new one\n" in err
+
+
 def test_message_that_the_template_refuses_is_left_out(chat, prompts, tmp_path):
     file = tmp_path / "strict.jinja"
     refusal = "{% if messages[-1].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
         NotImplementedError: this device can't run an option.
     """
     prepare(args, level=logging.WARNING)  # answers stand alone
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a message that is not UTF-8 is refused alone
+        sys.stdin.reconfigure(errors="surrogateescape")
     draft_params = load_draft(args)
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     SamplingParams(**options)  # errors come before the loading of the model

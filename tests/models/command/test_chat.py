@@ -46,7 +46,8 @@ def chat(run, folder, monkeypatch):
     """Run the command on lines of input: exit status, stdout and stderr."""
 
     def chat(*lines, args=()):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        data = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
         return run("--chat", "--temperature", "0", "--checkpoint", str(folder), *args)
 
     return chat

@@ -125,9 +125,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether every token is the most probable one or is chosen by beam search."""
-        # A device may take a subnormal as 0.
-        least = np.finfo(np.float32).tiny
-        return self.beam_width is not None or bool(np.float32(self.temperature) < least)
+        return self.beam_width is not None or not _on_device(self.temperature)
 
     @property
     def needs_logprobs(self) -> bool:
@@ -178,7 +176,7 @@ class SamplingParams:
         for name, (holds, rule) in rules.items():
             value = getattr(self, name)
             check_number(name, value)
-            if not holds(np.float32(value)):  # as the device has it, where 1e-60 is 0
+            if not holds(_on_device(value)):
                 raise ValueError(f"{name}={value} must be {rule}")
 
     def _check_structured_outputs(self) -> None:
@@ -264,6 +262,12 @@ class PoolingParams:
 # Parameters like those of requests to come. None, alone or among others, is for any request without
 # structured outputs, routed experts and pooling.
 WarmupParams: TypeAlias = Sequence[SamplingParams | PoolingParams | None] | None
+
+
+def _on_device(value: float) -> np.float32:
+    """Return a number in float32, where 1e-60 is 0; a device may take a subnormal as 0, too."""
+    number = np.float32(value)
+    return number if abs(number) >= np.finfo(np.float32).tiny else np.float32(0)
 
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:

@@ -24,11 +24,11 @@ REFUSED = {  # by the rule that the last parameter breaks
         *[dict(length_penalty=float("inf")), dict(logit_bias={5: None})],
     ],
     "must be at least 0": [dict(temperature=-1.0)],
-    # The last is 0 in float32.
-    "must be above 0 and at most 1": [dict(top_p=0.0), dict(top_p=1.5), dict(top_p=1e-60)],
+    # 1e-60 is 0 in float32, and 1e-40 is subnormal.
+    "must be above 0 and at most 1": [dict(top_p=x) for x in (0.0, 1.5, 1e-60, 1e-40)],
     "must be at least 0 and below 1": [dict(min_p=-0.1), dict(min_p=1.0)],
     "must be in -2..2": [dict(presence_penalty=2.5), dict(frequency_penalty=-2.1)],
-    "must be above 0": [dict(repetition_penalty=0)],
+    "must be above 0": [dict(repetition_penalty=0), dict(repetition_penalty=1e-40)],
     "must be in -10..10": [dict(length_penalty=11), dict(length_penalty=-11)],
     "must be a mapping of token ids to numbers": [dict(logit_bias=3), dict(logit_bias=[1])],
     "must be in -100..100": [dict(logit_bias={5: 101})],

@@ -192,7 +192,9 @@ class Generation:
         self._service.metrics.last_output(seconds, num_tokens)
 
     def _check(self, output: RequestOutput) -> None:
-        """Raise an error for completions that have not ended by themselves."""
+        """Raise an error for completions that have not ended by themselves, or begin again."""
+        if output.restarted:  # what a stream has sent can't be taken back
+            raise APIError(503, "the model has new weights: send the request again")
         reasons = {one.finish_reason for one in output.outputs}
         if "error" in reasons:
             raise APIError(500, f"the model failed: {output.error}")

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -195,6 +196,7 @@ LEAVES = ["http.request", "http.disconnect"]
     ("outputs", "options", "error", "outcome"),
     [
         ([(1, news((0, "error"), error="NaN"))], {}, (500, "the model failed: NaN"), "error"),
+        ([(1, replace(news((1, None)), restarted=True))], {}, (503, "the model has new"), "error"),
         ([(1, news((0, "abort")))], {}, (503, "the server is shutting down"), "error"),
         (ABORTED, {"request_timeout": 0}, (504, "the request took more than 0 s"), "timeout"),
         (ABORTED, {"messages": LEAVES}, None, "abort"),

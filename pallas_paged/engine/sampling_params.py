@@ -200,14 +200,14 @@ class SamplingParams:
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
         stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:  # before a look at millions of them
+            raise ValueError(
+                f"stop_token_ids has {len(stop_token_ids)} tokens, must have at most "
+                f"{MAX_STOP_TOKEN_IDS}"
+            )
         for index, token_id in enumerate(stop_token_ids):
             check_integer(f"stop_token_ids[{index}]", token_id, 0)
-        unique = tuple(dict.fromkeys(map(int, stop_token_ids)))
-        if len(unique) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids has {len(unique)} tokens, must have at most {MAX_STOP_TOKEN_IDS}"
-            )
-        return unique
+        return tuple(dict.fromkeys(map(int, stop_token_ids)))
 
     def _checked_logit_bias(self) -> tuple[tuple[int, float], ...]:
         try:

@@ -36,7 +36,7 @@ REFUSED = {  # by the rule that the last parameter breaks
     "must be a text or texts that are not empty": [dict(stop=x) for x in ("", ["a", ""], b"a")],
     "must be a list": [dict(stop=3), dict(stop={"a": 1}), dict(stop_token_ids=5)],
     "needs detokenize=True": [dict(detokenize=False, stop="a")],
-    "has 65 tokens, must have at most 64": [dict(stop_token_ids=range(65))],
+    "has 65 tokens, must have at most 64": [dict(stop_token_ids=x) for x in (range(65), [1] * 65)],
     "must be a bool": [dict(ignore_eos=1), dict(detokenize=None)],
     "must be at most beam_width=2": [dict(beam_width=2, n=3)],
     "is not possible with beam_width=2": [

@@ -360,6 +360,11 @@ def check_model(model: Any) -> None:
     if not isinstance(model.kv_cache_spec, KVCacheSpec):
         raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")
     spec = model.kv_cache_spec
+    for name in ("num_layers", "num_kv_heads", "head_dim"):
+        check_integer(f"kv_cache_spec.{name}", getattr(spec, name), 1)
+    for window in spec.sliding_windows or ():
+        if window is not None:
+            check_integer("window of kv_cache_spec.sliding_windows", window, 1)
     num_layers = spec.num_layers
     for name in ("sliding_windows", "k_scales", "v_scales"):
         if (values := getattr(spec, name)) is not None and len(values) != num_layers:

@@ -122,6 +122,8 @@ def test_bad_sizes_are_refused(sizes, message):
         ({"model": None}, "model=None must have vocab_size, max_model_len"),
         ({"model": replace(MODEL, vocab_size="40")}, "model.vocab_size='40' must be an integer"),
         ({"model": replace(MODEL, eos_token_ids=3)}, "model.eos_token_ids=3 must be a tuple"),
+        ({"model": replace(MODEL, num_kv_heads=0)}, "kv_cache_spec.num_kv_heads=0 must be"),
+        ({"model": replace(MODEL, sliding_window=0)}, "kv_cache_spec.sliding_windows=0 must be"),
         ({"model": replace(MODEL, num_heads=[4])}, "must be hashable: unhashable type: 'list'"),
         ({"tokenizer": 5}, "tokenizer=5 must have encode, decode"),
         ({"config": {}}, r"config=\{\} must be an EngineConfig"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from models.decoder import Decoder, ModelConfig
@@ -132,20 +132,24 @@ def load_state(path: Path, like: TrainState, run: dict[str, Any]) -> TrainState:
     """Read the state of the same run back.
 
     Raises:
-        ValueError: if there is none, or it belongs to a run with other options or text.
+        ValueError: if there is none, it is damaged, or it belongs to a run with other options or
+            text.
     """
     if not path.is_file():
         raise ValueError(f"nothing to resume: {path} does not exist")
-    with safe_open(path, framework="numpy") as saved:
-        found = json.loads(saved.metadata()["run"])
-        changed = [
-            f"{key}={found.get(key)} there, {run[key]} here"
-            for key in run
-            if found.get(key) != run[key]
-        ]
-        if changed:
-            raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
-        leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-        keys = [jax.tree_util.keystr(key) for key, _ in leaves]
-        values = [jnp.asarray(saved.get_tensor(key)) for key in keys]
+    try:
+        with safe_open(path, framework="numpy") as saved:
+            found = json.loads((saved.metadata() or {}).get("run", "{}"))
+            changed = [
+                f"{key}={found.get(key)} there, {run[key]} here"
+                for key in run
+                if found.get(key) != run[key]
+            ]
+            if changed:
+                raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
+            leaves, structure = jax.tree_util.tree_flatten_with_path(like)
+            keys = [jax.tree_util.keystr(key) for key, _ in leaves]
+            values = [jnp.asarray(saved.get_tensor(key)) for key in keys]
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     return jax.tree.unflatten(structure, values)

@@ -84,6 +84,14 @@ def test_an_interrupted_run_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="of another run: sha256="):
         train(CONFIG, TEXT + b"!", tmp_path, resume=True)
 
+    state = tmp_path / trainer.STATE_FILE
+    saved = state.read_bytes()
+    for damaged, message in ((saved[:-1], "is damaged: "), (first, "of another run: steps=None")):
+        state.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            train(CONFIG, TEXT, tmp_path, resume=True)
+    state.write_bytes(saved)
+
     assert train(CONFIG, TEXT, tmp_path, resume=True) == loss
     weights = (tmp_path / "model.safetensors").read_bytes()
     assert weights == (out / "model.safetensors").read_bytes()

@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted: continue with --resume from {out / STATE_FILE}", file=sys.stderr)
+        state = out / STATE_FILE
+        what = f"continue with --resume from {state}" if state.is_file() else "no state was saved"
+        print(f"interrupted: {what}", file=sys.stderr)
         return 130
     print(f"validation loss {loss:.4f} nats per byte, saved in {out}")
     return 0

@@ -152,6 +152,19 @@ def test_bad_input_of_the_command_is_one_line(tmp_path, monkeypatch, capsys, opt
     assert out == "" and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_interrupted_command_says_whether_there_is_a_state(tmp_path, monkeypatch, capsys, saved):
+    def interrupted(*args, **options):
+        if saved:
+            (tmp_path / trainer.STATE_FILE).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("models.train.__main__.train", interrupted)
+    assert main(["--text", __file__, "--out", str(tmp_path)]) == 130
+    rest = f"continue with --resume from {tmp_path / trainer.STATE_FILE}"
+    assert capsys.readouterr().err == f"interrupted: {rest if saved else 'no state was saved'}\n"
+
+
 def test_the_demo_has_four_million_parameters():
     shapes = nnx.eval_shape(lambda: Decoder(TrainConfig().model_config(), rngs=nnx.Rngs(0)))
     assert sum(x.size for x in jax.tree.leaves(nnx.state(shapes))) == 4_000_000

@@ -8,6 +8,7 @@ if __name__ == "__main__":
     run()
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -66,5 +67,6 @@ def generate(
     ]
     sizes = engine_config(model, requests, **config)
     model, weights = engine_model(decoder, max_model_len=sizes.max_model_len)
-    engine = Engine(model, weights, sizes, tokens, draft_params=draft_params)
-    return engine.generate(prompts, params, progress=progress)
+    # An engine that is dropped keeps its pool until Python looks for cycles.
+    with closing(Engine(model, weights, sizes, tokens, draft_params=draft_params)) as engine:
+        return engine.generate(prompts, params, progress=progress)

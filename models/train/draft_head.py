@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,8 @@ def write_texts(
     ]
     model, weights = engine_model(decoder)
     sizes = engine_config(model, [(len(x), one) for x, one in zip(each, params, strict=True)])
-    outputs = Engine(model, weights, sizes).generate(each, params)
+    with closing(Engine(model, weights, sizes)) as engine:  # or its pool would stay for a while
+        outputs = engine.generate(each, params)
     return np.array([[*x.prompt_token_ids, *x.outputs[0].token_ids] for x in outputs], np.int32)
 
 
@@ -218,9 +220,9 @@ def acceptance(
         method="eagle", model=drafting, num_speculative_tokens=_NUM_DRAFTS, adaptive=False
     )
     config = EngineConfig(max_num_seqs=min(16, len(prompts)), speculative_config=method)
-    engine = Engine(model, weights, config, draft_params=draft_weights)
-    engine.generate(prompts, SamplingParams(**params), progress=False)
-    stats = engine.stats()
+    with closing(Engine(model, weights, config, draft_params=draft_weights)) as engine:
+        engine.generate(prompts, SamplingParams(**params), progress=False)
+        stats = engine.stats()
     num_drafts = max(1, stats.spec_decode_num_drafts)
     each = [x / num_drafts for x in stats.spec_decode_num_accepted_tokens_per_pos]
     return each, 1 + sum(each)

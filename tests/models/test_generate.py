@@ -1,7 +1,9 @@
 """`generate` against generation without a cache, its engine's sizes, and bad input."""
 
+import gc
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -53,6 +55,17 @@ def test_greedy_completions_equal_those_of_a_dense_model_with_windows(windowed, 
     prompt = list(range(1, 31))
     (output,) = generate(windowed, [prompt], SamplingParams(temperature=0))
     assert output.outputs[0].token_ids == dense.continue_(prompt, 48 - 30)
+
+
+def test_no_pool_is_left(windowed):
+    """Not even one that Python has yet to collect."""
+    gc.collect()
+    gc.disable()
+    try:
+        generate(windowed, PROMPTS[:1])
+        assert not [x for x in jax.live_arrays() if x.shape[:2] == (12, 4)]
+    finally:
+        gc.enable()
 
 
 def test_texts_are_encoded_once_and_come_out_as_texts(windowed, tmp_path, monkeypatch):

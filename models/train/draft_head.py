@@ -258,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
     checkpoint, out, prompts = (args.pop(name) for name in ("checkpoint", "out", "prompts"))
     try:
         config = HeadTrainConfig(**args)
+        if out.resolve() == checkpoint.resolve():
+            raise ValueError(f"--out {out} must not be --checkpoint, which the head would replace")
         lines = ["\n"] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
         decoder, tokenizer = load_checkpoint(checkpoint)[0], Tokenizer(checkpoint)
         encoded = [x for line in lines if (x := tokenizer.encode(line))]

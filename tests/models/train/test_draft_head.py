@@ -141,6 +141,7 @@ def test_a_folder_that_is_no_head_of_the_decoder_is_refused(decoder, folder, tmp
         ("--dtype int8", "dtype='int8' must be float32 or bfloat16"),
         ("--checkpoint missing", "missing: no such checkpoint folder"),
         ("--prompts missing", "No such file"),
+        ("--checkpoint one --out two/../one", "must not be --checkpoint, which the head would"),
     ],
 )
 def test_bad_input_of_the_command_is_one_line(tmp_path, monkeypatch, capsys, options, message):

@@ -1,12 +1,14 @@
 """Training of a tiny model on generated text."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 
 from models.decoder import Decoder, load_checkpoint
 from models.text import Tokenizer
@@ -163,6 +165,16 @@ def test_an_interrupted_command_says_whether_there_is_a_state(tmp_path, monkeypa
     assert main(["--text", __file__, "--out", str(tmp_path)]) == 130
     rest = f"continue with --resume from {tmp_path / trainer.STATE_FILE}"
     assert capsys.readouterr().err == f"interrupted: {rest if saved else 'no state was saved'}\n"
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    save = mock.Mock(side_effect=SafetensorError("I/O error: No space left on device"))
+    monkeypatch.setattr("models.decoder.checkpoint.save_file", save)
+    text = tmp_path / "text"
+    text.write_bytes(TEXT)
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in asdict(CONFIG).items()]
+    assert main(["--text", str(text), "--out", str(tmp_path / "out"), *options]) == 2
+    assert capsys.readouterr().err.endswith("error: I/O error: No space left on device\n")
 
 
 def test_the_demo_has_four_million_parameters():

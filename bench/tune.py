@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.output:
         try:
             entries = read_entries(args.output)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             parser.error(f"--output {args.output} is no tuning file: {error}")
     chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in selected]
     run: dict[str, Any] = {"meta": timing.describe_run(parser.prog, argv), "shapes": []}
@@ -342,7 +342,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             return found | {"reason": reason(error)}
         if args.output:
             entries[:] = with_result(entries, result)
-            args.output.write_text(cli.as_json(entries))
+            # The file holds what other runs and cards have found: it is replaced in one step.
+            written = args.output.with_name(f"{args.output.name}.new")
+            written.write_text(cli.as_json(entries))
+            written.replace(args.output)
         return found | {"status": "ok"} | result
 
     cli.measure_each(run["shapes"], chosen, measure, progress, run, args)

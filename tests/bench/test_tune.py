@@ -141,10 +141,17 @@ def test_an_output_is_added_to_and_keeps_faster_configs_only(search, tmp_path, m
     monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [])
     tune_tiny("decode", path)
     assert json.loads(path.read_text()) == [other]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "is no tuning file: Expecting"), ('{"a": 1}', "it is no list of")]
+    ("text", "reason"),
+    [
+        ("{", "is no tuning file: Expecting"),
+        ('{"a": 1}', "it is no list of"),
+        ("[" * 100_000, "is no tuning file: maximum recursion"),
+    ],
+    ids=["cut", "dict", "deep"],
 )
 def test_another_file_is_not_overwritten(text, reason, tmp_path, capsys) -> None:
     path = tmp_path / "run.json"

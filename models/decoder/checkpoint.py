@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from models.decoder.config import ModelConfig
 from models.decoder.config_json import read_eos_token_ids
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import config_on
 from models.decoder.stored_tensors import FORMS, parts_of, read_param, tensors_of
-from models.decoder.tensor_file import Tensor, first_cut, tensors_in
+from models.decoder.tensor_file import Tensor, first_cut, save_tensors, tensors_in
 from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
@@ -144,14 +142,7 @@ def write_checkpoint(
         for layer, scale in enumerate(scales):
             tensors[_kv_scale_names(layer, kind)[0]] = np.float32(scale).reshape(1)
     folder.mkdir(parents=True, exist_ok=True)
-    # Replaced in one move, so that an interrupted save keeps the previous weights.
-    partial = folder / (_WEIGHTS + ".partial")
-    partial.unlink(missing_ok=True)
-    partial.touch()
-    mode = partial.stat().st_mode  # follows the umask; safetensors makes files private
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(mode)
-    os.replace(partial, folder / _WEIGHTS)
+    save_tensors(folder / _WEIGHTS, tensors, {"format": "pt"})
     _write_json(folder / "config.json", config_json)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "U8": np.uint8}
 
@@ -74,6 +76,26 @@ def tensors_in(file: Path) -> dict[str, Tensor]:
         )
         for name, entry in entries.items()
     }
+
+
+def save_tensors(
+    file: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write a file in one move, so that an interrupted save keeps the previous one.
+
+    Raises:
+        OSError: the file can't be written; a full disk, for one.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode  # follows the umask; safetensors makes files private
+    try:
+        save_file(dict(tensors), partial, metadata=dict(metadata))
+    except SafetensorError as error:  # it raises no OSError
+        raise OSError(f"{file}: {error}") from error
+    partial.chmod(mode)
+    os.replace(partial, file)
 
 
 def first_cut(file: Path) -> str | None:

@@ -7,8 +7,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from models.train.state import TrainConfig
 from models.train.trainer import STATE_FILE, train
 
@@ -35,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     path, out, about, resume = (args.pop(name) for name in ("text", "out", "about", "resume"))
     try:
         loss = train(TrainConfig(**args), path.read_bytes(), out, resume=resume, about=about)
-    except (ValueError, OSError, SafetensorError) as error:  # of safetensors: a full disk
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 import optax
 from flax import nnx
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from models.decoder import Decoder, ModelConfig
+from models.decoder.tensor_file import save_tensors
 
 
 def option(default: Any, text: str) -> Any:
@@ -123,9 +122,7 @@ def save_state(path: Path, state: TrainState, run: dict[str, Any]) -> None:
         jax.tree_util.keystr(key): np.asarray(leaf)
         for key, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
     }
-    partial_path = path.with_suffix(".partial")
-    save_file(leaves, partial_path, metadata={"run": json.dumps(run)})
-    os.replace(partial_path, path)
+    save_tensors(path, leaves, {"run": json.dumps(run)})
 
 
 def load_state(path: Path, like: TrainState, run: dict[str, Any]) -> TrainState:

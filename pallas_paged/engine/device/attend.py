@@ -41,7 +41,7 @@ class AttentionKernels(NamedTuple):
 # or 36 chunks then take half the time, and 256 chunks of 16 tokens 17% more.
 _EXPECTED_CHUNK = 64
 # Rows, and elements of a head, of the decode kernel that writes K and V itself. Measured on an
-# H200, 2026-11-30: 0.3 to 1.5 us less a layer, and a launch; beyond either it takes 3 us or more.
+# H200, 2026-11-30: 0.3 to 1.5 us less a layer, and a launch. Beyond either it is slower.
 _MOST_WRITING, _WIDEST_WRITING = 32, 64
 
 

@@ -169,12 +169,13 @@ def test_an_interrupted_command_says_whether_there_is_a_state(tmp_path, monkeypa
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
     save = mock.Mock(side_effect=SafetensorError("I/O error: No space left on device"))
-    monkeypatch.setattr("models.decoder.checkpoint.save_file", save)
-    text = tmp_path / "text"
+    monkeypatch.setattr("models.decoder.tensor_file.save_file", save)
+    text, out = tmp_path / "text", tmp_path / "out"
     text.write_bytes(TEXT)
     options = [f"--{k.replace('_', '-')}={v}" for k, v in asdict(CONFIG).items()]
-    assert main(["--text", str(text), "--out", str(tmp_path / "out"), *options]) == 2
-    assert capsys.readouterr().err.endswith("error: I/O error: No space left on device\n")
+    assert main(["--text", str(text), "--out", str(out), *options]) == 2
+    message = f"error: {out / 'model.safetensors'}: I/O error: No space left on device\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_the_demo_has_four_million_parameters():

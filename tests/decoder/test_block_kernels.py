@@ -27,6 +27,7 @@ from tests.support.marks import slow
 SMALL = (512, 512, 512, 128)
 LLAMAS = [(2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144), (3072, 3072, 8192, 0)]
 QWEN = (2048, 1024, 3072, 4096)
+QWEN_14B, PHI_4 = (5120, 5120, 17408, 7168), (5120, 5120, 17920, 7680)
 LAST_OF_QWEN = (2048, 1024, 3072, 0)
 INTERPRETED = dict(eps=1e-5, interpret=True)
 # The last one of each product is not full.
@@ -141,7 +142,7 @@ def test_one_row_has_as_many_splits_as_a_part_of_its_columns_fits_the_registers(
         config = decoder_block_config(**sizes, num_programs=132)
         return config and config.down_splits
 
-    assert [splits(x) for x in (8192, 17408, 17920, 32768)] == [1, 4, None, 8]
+    assert [splits(x) for x in (8192, 17920, 20736, 32768)] == [1, 2, None, 8]
 
 
 @pytest.mark.parametrize("sizes", [QWEN, *LLAMAS])
@@ -203,6 +204,7 @@ def test_clusters_fit_whatever_sms_the_processing_clusters_have():
         *((rows, QWEN, 1) for rows in (2, 80, 128, 256)),
         *((rows, sizes, 1) for rows in (64, 128) for sizes in LLAMAS),
         *((rows, LLAMAS[1], 1) for rows in (2, 40)),
+        *[(1, PHI_4, 1), (64, QWEN_14B, 1), (64, PHI_4, 0), (16, QWEN_14B, 0)],
         *[(257, QWEN, 0), (129, LLAMAS[1], 0), (8, SMALL, 0)],
     ],
 )

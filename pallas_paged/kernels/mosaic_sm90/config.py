@@ -21,7 +21,7 @@ _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
 _LEAST_TILE = 32  # smaller ones leave too little in the ring while programs wait for one another
 _ITEM_ROWS = 8  # of a tile, which take as long as an item takes to begin and to end
-_MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
+_MAX_BLOCK_ROW = 10240  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
 # Its rows, `hidden` and logits of experts have zeros behind them up to multiples of these, which

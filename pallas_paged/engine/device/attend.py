@@ -40,9 +40,6 @@ class AttentionKernels(NamedTuple):
 # as many rows, attention would choose small tiles. Measured on an H200, 2026-11: 4096 tokens in 8
 # or 36 chunks then take half the time, and 256 chunks of 16 tokens 17% more.
 _EXPECTED_CHUNK = 64
-# Rows, and elements of a head, of the decode kernel that writes K and V itself. Measured on an
-# H200, 2026-11-30: 0.3 to 1.5 us less a layer, and a launch. Beyond either it is slower.
-_MOST_WRITING, _WIDEST_WRITING = 32, 64
 
 
 class _Pages(NamedTuple):
@@ -191,18 +188,13 @@ class PagedAttend:
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
-        num_rows, head_dim = self._rows.size, qkv.shape[-1]
-        decodes = self._chunks is None and self._peers is None
-        unmerged &= decodes and num_rows == 1  # the kernel that merges is for one row
-        is_small = decodes and num_rows <= _MOST_WRITING and head_dim <= _WIDEST_WRITING
-        if (unmerged or is_small) and q_norm is None and k_norm is None:
+        # Partial states are of use where a call is one row of one device.
+        unmerged &= self._chunks is None and self._peers is None and self._rows.size == 1
+        if unmerged and q_norm is None and k_norm is None:
             slots = pages.slot_mapping
             found = write_and_attend(qkv, cache, slots=slots, rotation=rotation, **how)
             if found is not None:
-                states, cache = found
-                if unmerged:
-                    return states, cache
-                return states.merged().reshape(num_rows, -1, head_dim), cache
+                return found
         q, cache = rotate_and_write_kv(
             cache,
             qkv,

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from models.decoder.tensor_file import read_each
+
 # What the four bits of an e2m1 mean: a sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
@@ -48,17 +50,21 @@ def read_stacked_experts(
 ) -> np.ndarray:
     """Read experts, the slice of `index` on their axis, of a parameter of this shape.
 
-    The host holds the stored form of one expert at a time.
+    The host holds the stored form of one expert for each thread that reads.
     """
     start, stop, _ = index[0].indices(shape[0])
     value = np.empty((stop - start, *shape[1:]), dtype)
-    for place, expert in enumerate(range(start, stop)):
-        first, *scales = (part.read(slice(expert, expert + 1))[0] for part in parts)
+
+    def read(place: int) -> None:
+        expert = slice(start + place, start + place + 1)
+        first, *scales = (part.read(expert)[0] for part in parts)
         if scales:
             first = from_mxfp4(first, scales[0])
         elif first.ndim == 2:
             first = first.T  # files have [in, out]
         value[place] = first.reshape(shape[1:])
+
+    read_each(stop - start, read)
     return value
 
 

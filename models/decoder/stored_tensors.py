@@ -18,7 +18,7 @@ from models.decoder.config import ModelConfig
 from models.decoder.deepseek_config import LatentConfig
 from models.decoder.sharding import param_spec
 from models.decoder.stored_experts import read_stacked_experts, tensors_of_experts
-from models.decoder.tensor_file import Tensor
+from models.decoder.tensor_file import Tensor, read_each
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -203,7 +203,7 @@ def _read_pairs(
     start, stop, _ = pairs.indices(shape[0])
     value = np.empty((stop - start, *shape[1:]), dtype)
     for column, part in enumerate(parts):
-        value[:, column] = part.read(slice(start, stop))
+        part.read_into(value[:, column], slice(start, stop))
     return value
 
 
@@ -214,12 +214,15 @@ def _read_experts(
     start, stop, _ = index[0].indices(shape[0])
     value = np.empty((stop - start, *shape[1:]), dtype)
     count = len(parts) // shape[0]  # tensors of an expert
-    for place, expert in enumerate(range(start, stop)):
-        stored = parts[count * expert : count * (expert + 1)]
-        if count == 1:
-            value[place] = stored[0].read()
-        else:
-            value[place] = _read_pairs(stored, slice(None), shape[1:], dtype)
+
+    def read(place: int) -> None:
+        first = count * (start + place)
+        stored = parts[first : first + count]
+        columns = [value[place]] if count == 1 else value[place].swapaxes(0, 1)
+        for part, column in zip(stored, columns, strict=True):
+            part.read_into(column)
+
+    read_each(stop - start, read)
     return value
 
 

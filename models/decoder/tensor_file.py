@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "U8": np.uint8}
+_NUM_THREADS = 8  # each holds one tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,16 @@ class Tensor:
         """Return a part of the tensor."""
         # Copied: pages of a file that stays mapped would count as memory in use.
         return np.array(mapped(self)[index])
+
+    def read_into(self, out: np.ndarray, *index: slice) -> None:
+        """Read a part of the tensor into an array of its shape, rounded to the dtype of that."""
+        out[...] = mapped(self)[index]
+
+
+def read_each(count: int, read: Callable[[int], None]) -> None:
+    """Call `read` with each number below `count`, in threads: one copies at a part of the speed."""
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        list(threads.map(read, range(count)))
 
 
 def mapped(tensor: Tensor) -> np.ndarray:

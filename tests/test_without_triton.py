@@ -5,6 +5,7 @@ A process that hides Triton runs these tests: the first test starts one, and so 
 """
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
+from pallas_paged.experts import fused_experts
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.support import raw, without_triton
+from tests.support import experts_oracle, raw, without_triton
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda
@@ -80,6 +82,15 @@ class TestHidden:
         kernels, reference = (jax.grad(loss)(at, name) for name in ("mosaic_sm90_interpret", "xla"))
         for got, want in zip(kernels, reference, strict=True):
             assert relative_error(got, np.asarray(want, np.float64)) < 0.01
+
+    @needs_mosaic
+    def test_few_tokens_have_experts(self):
+        draw = functools.partial(experts_oracle.draw, dtype="bfloat16")
+        weights = draw(2, 4, 64, 2, 64, scale=0.125), draw(3, 4, 64, 64, scale=0.125)
+        args = draw(1, 3, 64), *weights, *experts_oracle.routes(4, 3, 4, 2)
+        how = dict(implementation="mosaic_sm90", interpret=True)
+        out = jax.jit(functools.partial(fused_experts, **how))(*args)
+        assert experts_oracle.error(out, experts_oracle.fused_experts(*args)) < 1e-2
 
     def test_the_engine_serves(self):
         model, prompt = PlainModel(), [5, 2, 3, 7]

@@ -32,7 +32,7 @@ BOUNDS = {
     r"mosaic_sm90 (ragged latents|latents with).* mla_attention$": (168, 400),
     r" latents with options mla_attention$": (255, 32),
     r" paged_decode_merge$": (100, 0),
-    r" ragged_plan$": (64, 0),
+    r" (ragged|few_rows)_plan$": (64, 0),
     r" sampling_": (128, 0),
     r" rotate_and_write_\w+$": (80, 0),
     r"": (255, 0),

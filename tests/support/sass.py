@@ -53,7 +53,7 @@ device_description_str: "{kind}"
 # XLA's own kernels have other names.
 _OURS = re.compile(
     r"paged_decode|ragged_|mla_|attention_gradient|rotate_and_write|sampling_"
-    r"|between_attentions|grouped_"
+    r"|between_attentions|grouped_|few_rows_"
 )
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores")

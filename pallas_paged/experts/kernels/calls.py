@@ -22,6 +22,7 @@ from pallas_paged.experts.kernels.grouped import Epilogue, GroupedInputs, groupe
 from pallas_paged.experts.plan import Groups, Tiles, sort_pairs, tiles_of
 from pallas_paged.experts.xla import weighted_sum
 from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.triton.family import TRITON
 
 _INTERPRETED_PROGRAMS = 2
 
@@ -77,11 +78,13 @@ def fused_experts(
         _Product(
             w=weights.gate_up,
             bias=None if bias is None else bias.swapaxes(1, 2),
-            how=Epilogue(is_pair=True, swiglu_limit=swiglu_limit, zeros=True),
+            how=Epilogue(is_pair=True, swiglu_limit=swiglu_limit),
         ),
-        _Product(w=weights.down, bias=weights.down_bias, how=Epilogue(zeros=True)),
+        _Product(w=weights.down, bias=weights.down_bias, how=Epilogue()),
     )
-    run = _few_rows if len(x) <= FEW_ROWS else _many_rows
+    # The plan of few rows is a Triton kernel.
+    is_few = len(x) <= FEW_ROWS and TRITON.why_not_jax() is None
+    run = _few_rows if is_few else _many_rows
     rows, places = run(x, expert_indices, products, interpret)
     return weighted_sum(rows, expert_weights, places)
 
@@ -123,8 +126,9 @@ def _many_rows(
             fields=_fields(tiles, config),
             count=tiles.count,
         )
-        how = dataclasses.replace(product.how, zeros=False)
-        x = grouped_product(inputs, num_rows=num_rows, config=config, how=how, interpret=interpret)
+        x = grouped_product(
+            inputs, num_rows=num_rows, config=config, how=product.how, interpret=interpret
+        )
         rows = None
     return x, pairs.rows
 
@@ -137,27 +141,13 @@ def _few_rows(
     All tokens go through each expert that one of them has, which takes no more time than its own:
     wgmma has 64 rows, and the weights are read once. So no pairs are sorted.
     """
+    from pallas_paged.experts.kernels.few_rows_plan import few_rows_plan
+
     num_experts, (num_tokens, k) = len(products[0].w), indices.shape
-    is_expert = (indices >= 0) & (indices < num_experts)
     copied = -(-num_tokens // ALIGN) * ALIGN
-    if num_tokens == 1:  # its experts are the tiles
-        place = jnp.arange(k, dtype=jnp.int32)[None]
-        group, count = jnp.where(is_expert, indices, num_experts)[0], jnp.full(1, k, jnp.int32)
-        words = is_expert[0].astype(jnp.int32), jnp.zeros(k, jnp.int32)
-    else:
-        experts = jnp.arange(num_experts, dtype=jnp.int32)
-        is_active = jnp.any(indices.reshape(-1, 1) == experts, axis=0)
-        is_before = experts < experts[:, None]
-        place = jnp.sum(is_active & is_before, axis=1, dtype=jnp.int32)  # among the active experts
-        tile = jnp.arange(min(num_experts, indices.size), dtype=jnp.int32)
-        is_tile = is_active & (place == tile[:, None])
-        group = jnp.sum(jnp.where(is_tile, experts, 0), axis=1, dtype=jnp.int32)
-        count = jnp.sum(is_active, dtype=jnp.int32).reshape(1)
-        stored = jnp.any(indices == group[:, None, None], axis=2)
-        words = _words(jnp.pad(stored, ((0, 0), (0, WG_ROWS - num_tokens))))
-        place = place[jnp.clip(indices, 0, num_experts - 1)]
-    row = jnp.arange(len(group), dtype=jnp.int32) * copied
-    fields = jnp.stack([group, row, row, *words], axis=1)
+    fields, count, places = few_rows_plan(
+        indices, num_experts=num_experts, copied=copied, interpret=interpret
+    )
     # All tokens are the rows of every tile of the first product.
     rows = jnp.pad(x, ((0, copied - num_tokens), (0, 0)))
     active = num_experts * (1 - (1 - k / num_experts) ** num_tokens)
@@ -174,10 +164,9 @@ def _few_rows(
         )
         how = dataclasses.replace(product.how, has_same_rows=product.how.is_pair)
         rows = grouped_product(
-            inputs, num_rows=len(row) * copied, config=config, how=how, interpret=interpret
+            inputs, num_rows=len(fields) * copied, config=config, how=how, interpret=interpret
         )
-    places = place * copied + jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    return rows, jnp.where(is_expert, places, len(rows))
+    return rows, places
 
 
 def _fields(tiles: Tiles, config: GroupedConfig) -> jax.Array:

@@ -6,6 +6,7 @@ XLA makes seven or eight small kernels of it. Here a thread has an expert, and s
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -35,10 +36,8 @@ def _plan_kernel(
     is_expert = expert < num_experts
 
     def add(t, words):
-        index = plgpu.load(indices_ref.at[t, choice], mask=choice < k, other=-1)
-        is_chosen = (index[:, None] == expert[None, :]) & is_expert[None, :]
-        is_any = jnp.sum(is_chosen, axis=0, dtype=jnp.int32) > 0
-        bit = jnp.where(is_any, 1 << (t & 31), 0)
+        is_chosen = functools.reduce(operator.or_, (indices_ref[t, i] == expert for i in range(k)))
+        bit = jnp.where(is_chosen & is_expert, 1 << (t & 31), 0)
         return tuple(word | jnp.where(t >> 5 == i, bit, 0) for i, word in enumerate(words))
 
     words = lax.fori_loop(0, num_tokens, add, (jnp.zeros_like(expert),) * 2)

@@ -6,7 +6,6 @@ XLA makes seven or eight small kernels of it. Here a thread has an expert, and s
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _MOST_WARPS = 16
+_PAIRS = 128  # compared at once
 
 
 def _plan_kernel(
@@ -35,12 +35,20 @@ def _plan_kernel(
     )
     is_expert = expert < num_experts
 
-    def add(t, words):
-        is_chosen = functools.reduce(operator.or_, (indices_ref[t, i] == expert for i in range(k)))
-        bit = jnp.where(is_chosen & is_expert, 1 << (t & 31), 0)
-        return tuple(word | jnp.where(t >> 5 == i, bit, 0) for i, word in enumerate(words))
+    at_once = min(max(_PAIRS // len(choice), 1), 32)  # tokens, which share a word
 
-    words = lax.fori_loop(0, num_tokens, add, (jnp.zeros_like(expert),) * 2)
+    def add(i, words):
+        t = i * at_once + jnp.arange(at_once, dtype=jnp.int32)[:, None]
+        exists = (t < num_tokens) & (choice < k)[None, :]
+        index = plgpu.load(indices_ref.at[t, choice[None, :]], mask=exists, other=-1)
+        is_chosen = (index[:, :, None] == expert[None, None, :]) & is_expert[None, None, :]
+        is_any = jnp.sum(is_chosen, axis=1, dtype=jnp.int32) > 0
+        bits = jnp.sum(jnp.where(is_any, 1 << (t & 31), 0), axis=0, dtype=jnp.int32)
+        place = i * at_once >> 5
+        return tuple(word | jnp.where(place == n, bits, 0) for n, word in enumerate(words))
+
+    zeros = jnp.zeros_like(expert)
+    words = lax.fori_loop(0, pl.cdiv(num_tokens, at_once), add, (zeros, zeros))
     is_active = (words[0] | words[1]) != 0
     end = jnp.cumsum(is_active, dtype=jnp.int32)
     count = jnp.sum(is_active, dtype=jnp.int32)

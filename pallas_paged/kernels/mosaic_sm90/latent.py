@@ -2,9 +2,10 @@
 
 The query rows of a sequence, token after token and within a token head after head, are divided into
 tiles of 64. A program attends one work item of `ragged_plan`, a tile and blocks of keys, see
-`latent_program`. Each block of latents is copied once by TMA, and is K and V. Split tiles leave
-partial states for `latent_merge`. With more than 64 heads a tile has 128 rows and a cluster of two
-programs, each with half of the rows: TMA copies a block to both, so that L2 is read once.
+`latent_program`; pages of q's dtype and those of one byte have a form each. Each block of latents
+is copied once by TMA, and is K and V. Split tiles leave partial states for `latent_merge`. With
+more than 64 heads a tile has 128 rows and a cluster of two programs, each with half of the rows:
+TMA copies a block to both, so that L2 is read once.
 
 As in FlashMLA (DeepSeek-AI, 2025) and FlashInfer, warpgroups divide the columns of the result,
 whose 512 columns are too many for the registers of one.
@@ -27,15 +28,15 @@ from pallas_paged.kernels.mosaic.latent_merge import merge_latent
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, packed_plan
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowInputs, RowOperands
+from pallas_paged.kernels.mosaic_sm90.latent_one_byte import ONE_BYTE
 from pallas_paged.kernels.mosaic_sm90.latent_program import Program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
-    BLOCK_K,
     CLUSTER,
     HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
-    LatentScratch,
 )
+from pallas_paged.kernels.mosaic_sm90.latent_two_byte import TWO_BYTE
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -71,6 +72,7 @@ def mla_attention(
             ),
         )
     num_tokens, num_q_heads, head_dim = arrays.q.shape
+    form = TWO_BYTE if arrays.k_pages.dtype == arrays.q.dtype else ONE_BYTE
     cluster_size = 2 if num_q_heads > ROWS else 1
     most_rows = block_q = cluster_size * ROWS
     if arrays.cu_q_lens is None:
@@ -84,7 +86,7 @@ def mla_attention(
             max_kv_len=arrays.max_kv_len,
             group=num_q_heads,
             block_q=block_q,
-            block_k=BLOCK_K,
+            block_k=form.block_k,
             options=options,
             has_tree=arrays.tree_mask is not None,
             num_programs=num_programs // cluster_size,
@@ -101,7 +103,7 @@ def mla_attention(
     partials = (1, shape.num_partials, block_q)
     num_rows = num_tokens * num_q_heads
     outputs = RaggedOutputs.types((num_rows, head_dim), partials, arrays.q.dtype, with_lse=with_lse)
-    scratch = LatentScratch.types(
+    scratch = form.types(
         head_dim=head_dim,
         rope_dim=arrays.rope_dim,
         page_size=arrays.page_size,
@@ -113,6 +115,7 @@ def mla_attention(
 
     def body(inputs, outputs, scratch):
         Program(
+            form=form,
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,

@@ -1,22 +1,19 @@
-"""One program of the kernel of latent attention: it attends one work item.
+"""What both forms of the kernel of latent attention do: a program attends one work item.
 
-A producer warpgroup streams blocks of 32 latents, which are K and V, through a ring of stages.
-Two consumers have the same 64 query rows. Each makes the probabilities of every second block, and
-owns half of the columns of the result. So no product is made twice, and the softmax of one runs
-under the products of the other:
-
-    consumer 0   q.k0  softmax  p0.v  q.k2  p1.v  softmax  p2.v  q.k4 ...       columns   0 to 255
-    consumer 1   q.k1  p0.v  softmax  p1.v  q.k3  p2.v  softmax  p3.v ...       columns 256 to 511
-
-A consumer leaves the probabilities of its block, the maxima of the rows and the factors of older
-sums in shared memory for the other one.
+A producer warpgroup streams blocks of latents, which are K and V, through shared memory. Two
+consumers have the same 64 query rows. Each makes the probabilities of every second block, and owns
+half of the columns of the result. So no product is made twice, and the softmax of one runs under
+the products of the other. A consumer leaves the probabilities of its block, the maxima of the rows
+and the factors of older sums in shared memory for the other one.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,34 +21,44 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, split_scales
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
-from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
+from pallas_paged.kernels.mosaic.softmax_state import State, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
-from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs, store_rows
-from pallas_paged.kernels.mosaic_sm90.latent_producer import Producer
-from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
-    BLOCK_K,
-    CLUSTER,
-    NUM_CONSUMERS,
-    ROWS,
-    LatentScratch,
-)
+from pallas_paged.kernels.mosaic_sm90.latent_scratch import CLUSTER, NUM_CONSUMERS, ROWS
+from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
 
-_REGISTERS = dict(consumer=240, producer=24)
-_REGISTERS_CONVERTING = dict(consumer=224, producer=56)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
+
+
+class Form(NamedTuple):
+    """A form of the kernel.
+
+    Attributes:
+        block_k: latents of a block.
+        registers: of a thread of a consumer, and of the producer.
+        types: function that returns the types of its `LatentScratch`.
+        producer: its `Producer`.
+        consumer: its `Consumer`.
+    """
+
+    block_k: int
+    registers: tuple[int, int]
+    types: Callable[..., Any]
+    producer: type[Producer]
+    consumer: type[Consumer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """One program of the kernel; `run` runs it."""
 
+    form: Form
     inputs: RowInputs
     outputs: RaggedOutputs  # partials [1, partials, R, ..]
-    scratch: LatentScratch
+    scratch: Any  # of the form
     options: LogitOptions
     group: int  # query heads
     causal: bool  # whether a query sees no later key
@@ -70,14 +77,14 @@ class Program:
             q_len=work.q_len,
             offset=work.offset,
         )
-        wg = lax.axis_index("wg")
-        registers = _REGISTERS if self.scratch.bytes is None else _REGISTERS_CONVERTING
+        wg, form = lax.axis_index("wg"), self.form
         set_max = functools.partial(ops.set_max_registers, interpret=self.interpret)
 
         @pl.when(wg == NUM_CONSUMERS)
         def _():
-            set_max(registers["producer"], action="decrease")
-            producer = Producer(
+            set_max(form.registers[1], action="decrease")
+            producer = form.producer(
+                block_k=form.block_k,
                 inputs=self.inputs,
                 scratch=self.scratch,
                 work=work,
@@ -91,21 +98,54 @@ class Program:
 
             @pl.when((wg == i) & (work.q_len > 0))
             def _(i=i):
-                set_max(registers["consumer"], action="increase")
-                Consumer(**vars(self), wg=i).consume(work, rows)
+                set_max(form.registers[0], action="increase")
+                form.consumer(**vars(self), wg=i).consume(work, rows)
 
     @property
     def first_row(self) -> jax.Array:
         """The first row of the program in the tile of its cluster."""
         return lax.axis_index(CLUSTER) * ROWS
 
-    def stage_of(self, work: WorkDescriptor, block: jax.Array) -> jax.Array:
-        """Return the stage of a block."""
-        return lax.rem(block - work.lo, self.scratch.k.shape[0])
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Producer(abc.ABC):
+    """The producer warpgroup of a program that attends a work item."""
+
+    block_k: int
+    inputs: RowInputs
+    scratch: Any
+    work: WorkDescriptor
+    rows: RaggedRows
+    has_window: bool
+    interpret: bool
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Send the queries and the blocks of the work item."""
+
+    def pages_of(self, block: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the pages of a block: one for each of its copies."""
+        work, page_size = self.work, self.inputs.pages.page_size
+        first_page = work.first_key // page_size if self.has_window else None
+        last_page = (work.kv_len - 1) // page_size
+        return tuple(
+            self.inputs.pages.block_tables[
+                work.row,
+                page_to_read((block * self.block_k + i) // page_size, first_page, last_page),
+            ]
+            for i in range(0, self.block_k, min(page_size, self.block_k))
+        )
+
+    def tokens_in_page(self, block: jax.Array) -> Any:
+        """Return the tokens of a page that one copy of a block takes."""
+        page_size = self.inputs.pages.page_size
+        step = min(page_size, self.block_k)
+        first = lax.rem(block * self.block_k, page_size) if page_size > step else 0
+        return pl.ds(first, step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Consumer(Program):
+class Consumer(Program, abc.ABC):
     """A consumer warpgroup of a program."""
 
     wg: int
@@ -127,7 +167,15 @@ class Consumer(Program):
     def consume(self, work: WorkDescriptor, rows: RaggedRows) -> None:
         """Attend, and store the result or the partial state."""
         inputs, outputs, scratch = self.inputs, self.outputs, self.scratch
-        state, head_dim = self.attend(work, rows), inputs.q[0].shape[1]
+        head_dim = inputs.q[0].shape[1]
+        queries = rows.in_logits(work, inputs.of_rows, self.options, causal=self.causal)
+        pl.when(work.lo < work.hi)(lambda: plgpu.barrier_wait(scratch.q_full))
+        m_i, l_i, acc = self.attend(work, queries)
+        # Each has summed its own blocks. The other has read the maxima, whose place the sums take.
+        self.meet()
+        scratch.maxima.at[self.wg][...] = l_i
+        self.meet()
+        state = m_i, l_i + ops.load(scratch.maxima.at[1 - self.wg], ops.WGMMA_ROW), acc
 
         @pl.when(work.partial < 0)
         def _():
@@ -165,124 +213,54 @@ class Consumer(Program):
             plgpu.barrier_arrive(scratch.cluster_done)
             plgpu.barrier_wait(scratch.cluster_done)
 
-    def attend(self, work: WorkDescriptor, rows: RaggedRows) -> State:
-        """Return the state of the rows and of the consumer's columns after a work item."""
-        inputs, scratch, options, wg = self.inputs, self.scratch, self.options, self.wg
-        head_dim, rope_dim = inputs.q[0].shape[1], inputs.q[1].shape[1]
-        queries = rows.in_logits(work, inputs.of_rows, options, causal=self.causal)
+    @abc.abstractmethod
+    def attend(self, work: WorkDescriptor, queries: Any) -> State:
+        """Return the state of the rows and of the consumer's columns after a work item.
 
-        def multiply_qk(block):
-            stage = self.stage_of(work, block)
-            plgpu.barrier_wait(scratch.k_full.at[stage])
+        The sums are those of the consumer's own blocks.
+        """
 
-            def multiply(acc_ref):
-                q_nope, q_pe = scratch.queries
-                for q, first, size in ((q_nope, 0, head_dim), (q_pe, head_dim, rope_dim)):
-                    k = scratch.k.at[stage, :, pl.ds(first, size)].transpose((1, 0))
-                    plgpu.wgmma(acc_ref, q, k)
-                return acc_ref[...]
+    def probabilities(
+        self,
+        work: WorkDescriptor,
+        queries: Any,
+        block: jax.Array,
+        s: jax.Array,
+        m_i: jax.Array,
+        exponents: Callable[[], jax.Array] | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the maxima, the factors of older sums and the probabilities of a block.
 
-            return pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
+        The first two are left for the other consumer.
 
-        def zero_unreadable(block, stage):
-            """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN.
+        Args:
+            s: products of queries and keys.
+            m_i: the maxima before.
+            exponents: function that returns what to add to the logits of each key, or None.
+        """
+        first = block * self.form.block_k
+        keys = first + ops.iota(s.shape, 1, ops.WGMMA)
+        s, factor = queries.logits(s, keys)
 
-            The logits of the block are made already, and each consumer has columns of its own.
-            """
-            layout = plgpu.Layout.WGMMA_TRANSPOSED
-            # Mosaic's iota of two dimensions is wrong in this layout, whose vectors are columns.
-            keys = block * BLOCK_K + ops.iota((BLOCK_K,), 0, layout.reduce(0))
-            for column in range(wg * self.num_columns, (wg + 1) * self.num_columns, ROWS):
-                v_ref = scratch.k.at[stage, :, pl.ds(column, ROWS)].transpose((1, 0))
-                v = plgpu.load(v_ref, layout=layout)
-                key = ops.bcast(keys, v, 1)
-                readable = (key >= work.first_key) & (key < work.kv_len)
-                v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
-            plgpu.commit_smem()
+        def masked(s):
+            return jnp.where(queries.sees(first, keys), s, -jnp.inf)
 
-        def add_values(block, owner, acc, factors):
-            """Return the sums after a block, whose probabilities are those of `owner`."""
-            stage, first = self.stage_of(work, block), block * BLOCK_K
-            acc = scale_changed_rows(acc, factors, interpret=self.interpret)
+        is_full = (block >= work.full_lo) & (block < work.full_hi)
+        s = lax.cond(is_full, lambda s: s, masked, s)
+        if exponents is not None:
+            s, factor = s * factor + ops.bcast(exponents(), s, 1), 1.0
+        m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
+        # A maximum that is less than 2 ** 8 too small does no harm, and sums stay as they are.
+        m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        alpha = jnp.exp2(m_i - m_safe)
+        p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
+        self.scratch.maxima.at[self.wg][...] = m_new
+        self.scratch.factors.at[self.wg][...] = alpha
+        return m_new, alpha, p
 
-            if scratch.bytes is None:  # the conversion leaves zeros
-                has_unreadable = (first < work.first_key) | (first + BLOCK_K > work.kv_len)
-                pl.when(has_unreadable)(lambda: zero_unreadable(block, stage))
-
-            v = scratch.k.at[stage, :, self.columns]
-            acc = ops.wgmma_accumulate(acc, scratch.p[owner], v, interpret=self.interpret)
-            plgpu.barrier_arrive(scratch.k_free.at[stage])
-            return acc
-
-        def add_block_of_other(block, state):
-            _, l_i, acc = state
-            other = 1 - wg
-            plgpu.barrier_wait(scratch.p_full.at[other])
-            if scratch.k.shape[0] % NUM_CONSUMERS:
-                # A barrier counts phases by parity. With an odd number of stages both have blocks
-                # in each stage, so a consumer must not leave out those of the other.
-                plgpu.barrier_wait(scratch.k_full.at[self.stage_of(work, block)])
-            factors = ops.load(scratch.factors.at[other], ops.WGMMA_ROW)
-            acc = add_values(block, other, acc, factors)
-            return ops.load(scratch.maxima.at[other], ops.WGMMA_ROW), l_i * factors, acc
-
-        def attend_own_block(block, s, state):
-            m_i, l_i, acc = state
-            keys = block * BLOCK_K + ops.iota(s.shape, 1, ops.WGMMA)
-            scales = None
-            if scratch.scales is not None:
-                scales = scratch.scales.at[self.stage_of(work, block)]
-                s = s * ops.bcast(ops.load(scales, ops.WGMMA_COL), s, 1)
-            s, factor = queries.logits(s, keys)
-
-            def masked(s):
-                return jnp.where(queries.sees(block * BLOCK_K, keys), s, -jnp.inf)
-
-            is_full = (block >= work.full_lo) & (block < work.full_hi)
-            s = lax.cond(is_full, lambda s: s, masked, s)
-            if scales is not None:
-                # The maximum is taken over the weights of V, since f16 has a small range.
-                exponents, _, _ = split_scales(ops.load(scales, ops.WGMMA_COL))
-                s, factor = s * factor + ops.bcast(exponents, s, 1), 1.0
-            m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
-            # A maximum that is less than 2 ** 8 too small does no harm, and sums stay as they are.
-            m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
-            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-            alpha = jnp.exp2(m_i - m_safe)
-            p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
-            scratch.maxima.at[wg][...] = m_new
-            scratch.factors.at[wg][...] = alpha
-            weights = p
-            if scales is not None:  # loaded again, since registers are few
-                _, significands, inverses = split_scales(ops.load(scales, ops.WGMMA_COL))
-                weights = p * ops.bcast(significands, p, 1)
-                p = p * ops.bcast(inverses, p, 1)
-            scratch.p[wg][...] = weights.astype(scratch.p[wg].dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.p_full.at[wg])
-            return m_new, l_i * alpha + p.sum(axis=1), add_values(block, wg, acc, alpha)
-
-        def attend_two_blocks(i, state):
-            block = work.lo + NUM_CONSUMERS * i + wg
-            s = multiply_qk(block)
-            if wg == 0:
-                state = lax.cond(
-                    i > 0, functools.partial(add_block_of_other, block - 1), lambda x: x, state
-                )
-            else:
-                state = add_block_of_other(block - 1, state)
-            return attend_own_block(block, s, state)
-
-        pl.when(work.lo < work.hi)(lambda: plgpu.barrier_wait(scratch.q_full))
-        num_blocks = work.hi - work.lo
-        own_blocks = lax.div(num_blocks - wg + 1, NUM_CONSUMERS)
-        state = lax.fori_loop(0, own_blocks, attend_two_blocks, empty_state(ROWS, self.num_columns))
-        last_is_of_other = (num_blocks > 0) & (lax.rem(num_blocks, NUM_CONSUMERS) == wg)
-        add_last = functools.partial(add_block_of_other, work.hi - 1)
-        state = lax.cond(last_is_of_other, add_last, lambda x: x, state)
-        m_i, l_i, acc = state
-        # Each has summed its own blocks. The other has read the maxima, whose place the sums take.
-        self.meet()
-        scratch.maxima.at[wg][...] = l_i
-        self.meet()
-        return m_i, l_i + ops.load(scratch.maxima.at[1 - wg], ops.WGMMA_ROW), acc
+    def of_other(self) -> tuple[jax.Array, jax.Array]:
+        """Return the maxima after the other consumer's last block, and its factors."""
+        refs = self.scratch.maxima, self.scratch.factors
+        maxima, factors = (ops.load(ref.at[1 - self.wg], ops.WGMMA_ROW) for ref in refs)
+        return maxima, factors

@@ -217,7 +217,8 @@ def random_history(seed, num_rows, groups):
     return history, np.arange(num_rows, dtype=np.int32), lens, texts
 
 
-@pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2)])
+# The last may be longer than a context, which has 24 tokens.
+@pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2), (40, 1)])
 def test_drafts_follow_the_latest_of_the_longest_matches(most, least):
     *arrays, texts = random_history(most, 200, np.zeros(200, np.int32))
     config = SpeculativeConfig(

@@ -82,7 +82,7 @@ def find_drafts(
     following = jnp.pad(texts[:, :, 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
     goes_on = searched & (following >= 0)
     matched = jnp.zeros(1, jnp.int32)
-    for age in range(config.longest_match):
+    for age in range(min(config.longest_match, length)):
         wanted = jnp.take_along_axis(own, jnp.maximum(newest - age, 0), axis=1)[:, :, None]
         earlier = jnp.pad(
             texts[:, :, : length - age], ((0, 0), (0, 0), (age, 0)), constant_values=-1

@@ -13,6 +13,7 @@ from pallas_paged.engine.model import Model, check_model
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle")
 _WITH_MODEL = METHODS[2:]
+_MAX_DRAFTS = 1024  # of a row in a step, for shapes that a device can have
 _MAX_NGRAM = 64  # of a lookup, which compares all known tokens once for each of its own
 _DEFAULT_NGRAM = 5  # as in vLLM
 _OF_METHODS = {
@@ -26,7 +27,7 @@ class SpeculativeConfig:
     """Where drafts come from, and how many the model verifies at a time.
 
     Attributes:
-        num_speculative_tokens: most drafts of a row in each step.
+        num_speculative_tokens: most drafts of a row in each step, at most 1024.
         method: "ngram": the tokens that followed the newest ones earlier in the sequence. "suffix":
             also in other completions of the request. "draft_model": tokens that a smaller model
             draws. "eagle": tokens that a `DraftHead` draws from the hidden states of the model.
@@ -61,7 +62,7 @@ class SpeculativeConfig:
             near = _nearest(str(self.method), METHODS)
             names = ", ".join(METHODS)
             raise ValueError(f"method={self.method!r} of speculative_config must be {names}{near}")
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, _MAX_DRAFTS)
         check_flag("adaptive", self.adaptive)
         for method, fields_of in _OF_METHODS.items():
             for name in fields_of:

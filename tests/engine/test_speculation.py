@@ -293,6 +293,7 @@ def test_texts_are_drawn_with_the_probabilities_of_the_model():
         (dict(CONFIG, method="ngrams"), "method='ngrams'.* did you mean 'ngram'"),
         (dict(CONFIG, num_speculative_token=3), "no 'num_speculative_token'; did you mean"),
         (dict(CONFIG, num_speculative_tokens=0), "num_speculative_tokens=0 must be"),
+        (dict(CONFIG, num_speculative_tokens=10**9), "num_speculative_tokens=1000000000 must be"),
         (dict(CONFIG, adaptive=1), "adaptive=1 must be"),
         (dict(CONFIG, prompt_lookup_min=4), "prompt_lookup_min=4 must be"),
         (dict(CONFIG, prompt_lookup_max=65), "prompt_lookup_max=65 must be"),

@@ -157,11 +157,14 @@ def _routed_experts(
 
     P and T are `most` and `most_new`, to which prompts and completions are padded.
     """
-    if (given := _in_all("routed_experts", completions)) is None:
+    # One that was aborted before its prompt was computed has none, whatever it asked for.
+    begun = [one for one in completions if one.token_ids or one.routed_experts is not None]
+    if (given := _in_all("routed_experts", begun)) is None:
         return None
     size = max(most + most_new - 1, 0)
-    array = np.full((len(given), size, *given[0].shape[1:]), -1, np.int16)
-    for padded, experts, length in zip(array, given, prompt_lens, strict=True):
-        first = most - length
-        padded[first : first + len(experts)] = experts
+    array = np.full((len(completions), size, *given[0].shape[1:]), -1, np.int16)
+    for padded, one, length in zip(array, completions, prompt_lens, strict=True):
+        if (experts := one.routed_experts) is not None:
+            first = most - length
+            padded[first : first + len(experts)] = experts
     return array

@@ -108,3 +108,11 @@ def test_experts_of_some_completions_only_are_refused():
     some.routed_experts = np.zeros((1, 2, 2), np.int16)
     with pytest.raises(ValueError, match="routed_experts must be in all completions or in none"):
         Rollouts.from_outputs([request_output([1], some, completion([3]))])
+
+
+def test_a_completion_that_was_aborted_in_the_queue_has_no_experts():
+    some = completion([2])
+    some.routed_experts = np.ones((2, 2, 2), np.int16)
+    outputs = [request_output([1, 3], completion([], "abort")), request_output([1], some)]
+    rollouts = Rollouts.from_outputs(outputs, max_tokens=2)
+    assert (rollouts.routed_experts[:, :, 0, 0] == [[-1, -1, -1], [-1, 1, 1]]).all()

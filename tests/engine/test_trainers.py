@@ -142,6 +142,18 @@ def test_running_requests_restart_on_request(kind, num_steps):
                 assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-5)
 
 
+def test_nothing_is_left_of_the_old_weights_in_a_request_that_ends_before_it_begins_again():
+    engine = make_engine()
+    request = engine.submit(PROMPTS[4], greedy(prompt_logprobs=0))
+    for _ in range(2):
+        step(engine)
+    assert request.prompt_logprobs[1] is not None
+    engine.update_params(NEW, restart_running=True)
+    engine.abort(request)
+    (last,) = run(engine)
+    assert last.restarted and last.prompt_logprobs == [None] * len(PROMPTS[4])
+
+
 def test_a_restart_is_reported_once_and_its_cached_tokens_are_counted_once():
     engine = make_engine()
     serve(engine, [PROMPTS[4]], greedy(), check=False)

@@ -104,7 +104,9 @@ class Request:
 
     def begin(self) -> None:
         """Begin, or begin again, from the prompt."""
-        self.start_time = self.first_token_time = None
+        self.start_time = self.first_token_time = self.routed_experts = self.pooled = None
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
         self.outputs = [] if self.params.ranks else self.new_completions()
 
     def new_completions(self) -> list[CompletionOutput]:

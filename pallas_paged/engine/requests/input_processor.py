@@ -269,7 +269,7 @@ def _given_experts(values: Any, num_tokens: int, shape: tuple[int, int] | None) 
             "the last, from the first of the prompt on"
         )
     given = np.full((num_tokens, *shape), -1, np.int16)
-    given[:rows] = np.maximum(experts[:rows].astype(np.int32), -1)
+    given[:rows] = np.maximum(experts[:rows].astype(np.int64), -1)
     return given
 
 

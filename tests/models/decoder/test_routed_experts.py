@@ -223,7 +223,7 @@ def test_scores_with_given_experts_are_those_of_a_dense_forward(decoder, dense_s
 
 
 def test_scores_with_reported_experts_are_those_without(decoder):
-    """As outputs have them, or rollouts, with padding behind."""
+    """As outputs have them, or rollouts, with padding behind; or with the least number for none."""
     engine = engine_of(decoder)
     outputs = engine.generate(PROMPTS, asks(temperature=1.0, seed=1), progress=False)
     rollouts = Rollouts.from_outputs(outputs)
@@ -232,8 +232,9 @@ def test_scores_with_reported_experts_are_those_without(decoder):
     reported = [one.routed_experts for one in completions]
     firsts = rollouts.prompt_token_ids.shape[1] - rollouts.prompt_lens
     padded = [rows[first:] for rows, first in zip(rollouts.routed_experts, firsts, strict=True)]
+    none = [np.full(one.shape, np.iinfo(np.int64).min) for one in reported]
     own = engine.score(PROMPTS, tokens)
-    for given in (reported, padded):
+    for given in (reported, padded, none):
         np.testing.assert_allclose(engine.score(PROMPTS, tokens, given), own, atol=1e-4)
     with pytest.raises(ValueError, match=r"sequence 0: .* behind its first 15 rows"):
         engine.score(PROMPTS, tokens, rollouts.routed_experts)

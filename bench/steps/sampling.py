@@ -1,9 +1,6 @@
 """Measure ways to sample: logits to tokens and log-probabilities, without a model.
 
-Run `python -m bench.steps.sampling`; bench/README.md explains the numbers. `--cases NAME...`
-measures only some ways, `--std` sets the standard deviation of the logits, `--bf16` rounds them to
-bfloat16, so that many are equal. `--sorted` measures the definition by sorting too, and
-`--implementation xla` the plain passes.
+Run `python -m bench.steps.sampling --help`; bench/README.md explains each number.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any, get_args
 
@@ -24,10 +21,10 @@ from jax import lax
 
 from bench.measuring import cli, timing
 from bench.measuring.measure import call_times, reason
-from bench.measuring.report import number, table
+from bench.measuring.report import number, table_of
 from pallas_paged.engine.device.program import GPU_OPTIONS
 from pallas_paged.engine.requests.grammar import empty_masks
-from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
+from pallas_paged.engine.sampling.logprobs import gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
     SamplingMetadata,
@@ -63,35 +60,6 @@ _CASES = {
 }
 
 
-def sorted_sample(
-    logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array, mode: SamplingMode
-) -> jax.Array:
-    """Sample by sorting, the definition of the filters."""
-    if not mode.filters:
-        return sample(logits, metadata, lens, mode)
-    top_k, top_p = metadata.top_k[:, None], metadata.top_p[:, None]
-    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled /= jnp.where(metadata.temperature > 0, metadata.temperature, 1.0)[:, None]
-    ordered = jnp.sort(scaled, axis=-1, descending=True)
-    kth = jnp.take_along_axis(ordered, jnp.clip(top_k - 1, 0, logits.shape[1] - 1), axis=-1)
-    threshold = jnp.where(top_k > 0, kth, -jnp.inf)
-    left = jnp.where(ordered < threshold, -jnp.inf, ordered)
-    probs = jax.nn.softmax(left, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    least = jnp.min(jnp.where(before < top_p, left, jnp.inf), axis=-1, keepdims=True)
-    threshold = jnp.where(top_p < 1, jnp.maximum(threshold, least), threshold)
-    threshold = jnp.maximum(threshold, jnp.log(metadata.min_p)[:, None])
-    kept = jnp.where(scaled < threshold, -jnp.inf, logits)
-    return sample(kept, metadata, lens, dataclasses.replace(mode, filters=0))
-
-
-def sorted_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) -> Logprobs:
-    """Log-probabilities of the best by `jax.lax.top_k`, which sorts where k is more than 16."""
-    best, tokens = lax.top_k(jax.nn.log_softmax(logits), num_logprobs)
-    own = gather_logprobs(logits, token_ids, 0)
-    return dataclasses.replace(own, top_logprobs=best, top_token_ids=tokens)
-
-
 def make_metadata(first: SamplingParams, rest: SamplingParams, num_rows: int) -> SamplingMetadata:
     """The parameters of rows; the first differs."""
     params = [first, *[rest] * (num_rows - 1)]
@@ -116,21 +84,16 @@ def make_metadata(first: SamplingParams, rest: SamplingParams, num_rows: int) ->
     )
 
 
-def chain(
-    mode: SamplingMode, *, by_sort: bool, implementation: SamplingImplementation | None = None
-) -> Any:
+def chain(mode: SamplingMode, implementation: SamplingImplementation | None) -> Any:
     """A function of steps in a loop, as the engine runs them; none begins before the last ends."""
-    draw = sorted_sample if by_sort else partial(sample, implementation=implementation)
-    rank = sorted_logprobs if by_sort and mode.logprobs > 0 else gather_logprobs
 
     def step(carry: Any, logits: jax.Array, metadata: SamplingMetadata, masks: Any) -> Any:
         lens, counts, _ = carry
         # Without this, what depends on the logits alone would be computed once for all steps.
         logits, lens = lax.optimization_barrier((logits, lens))
-        bits = {} if masks is None else {"masks": masks}
         processed = process_logits(logits, metadata, counts, lens, mode)
-        tokens = draw(processed, metadata, lens, mode, **bits)
-        found = rank(logits, tokens, mode.logprobs) if mode.logprobs >= 0 else None
+        tokens = sample(processed, metadata, lens, mode, masks=masks, implementation=implementation)
+        found = gather_logprobs(logits, tokens, mode.logprobs) if mode.logprobs >= 0 else None
         if counts is not None:
             counts = add_output_tokens(counts, jnp.arange(lens.size), tokens)
         return lens + 1 + jnp.minimum(tokens, 0), counts, (tokens, found)
@@ -151,14 +114,10 @@ def chain(
     return jax.jit(run, compiler_options=GPU_OPTIONS if gpu else None)
 
 
-def make_logits(num_rows: int, vocab_size: int, args: argparse.Namespace) -> list[jax.Array]:
+def make_logits(num_rows: int, vocab_size: int) -> list[jax.Array]:
     """Normal logits, in as many arrays as the calls rotate among."""
-
-    def make(key: jax.Array) -> jax.Array:
-        logits = args.std * jax.random.normal(key, (num_rows, vocab_size))
-        return logits.astype(jnp.bfloat16).astype(jnp.float32) if args.bf16 else logits
-
-    return [jax.jit(make)(jax.random.key(index)) for index in range(_NUM_SETS)]
+    make = jax.jit(lambda key: 2.0 * jax.random.normal(key, (num_rows, vocab_size)))
+    return [make(jax.random.key(index)) for index in range(_NUM_SETS)]
 
 
 def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> list[dict]:
@@ -166,9 +125,9 @@ def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> li
 
     Cases of the same mode run the same program.
     """
-    logits = make_logits(num_rows, vocab_size, args)
-    programs: dict[tuple[SamplingMode, bool], Any] = {}
-    jobs: list[tuple[dict, tuple[SamplingMode, bool], Any]] = []
+    logits = make_logits(num_rows, vocab_size)
+    programs: dict[SamplingMode, Any] = {}
+    jobs: list[tuple[dict, SamplingMode, Any]] = []
     for name in args.cases:
         if num_rows == 1 and name.startswith("one row"):
             continue
@@ -184,27 +143,22 @@ def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> li
         if name.endswith("masks"):  # all bits are set: the work is the same, and so are the tokens
             mode, masks = dataclasses.replace(mode, masks=True), empty_masks(num_rows, vocab_size)
         inputs = (logits, make_metadata(*_CASES[name], num_rows), counts, jax.device_put(masks))
-        sorts = args.sorted and masks is None and (mode.filters or mode.logprobs > 0)
-        for by_sort in (False, True)[: 1 + sorts]:
-            result = {"num_rows": num_rows, "vocab_size": vocab_size, "case": name}
-            key = mode, by_sort
-            if key not in programs:
-                run = chain(mode, by_sort=by_sort, implementation=args.implementation)
-                programs[key] = run.lower(*inputs)
-            jobs.append((result | {"by_sort": by_sort}, key, inputs))
+        if mode not in programs:
+            programs[mode] = chain(mode, args.implementation).lower(*inputs)
+        result = {"num_rows": num_rows, "vocab_size": vocab_size, "case": name}
+        jobs.append((result, mode, inputs))
     compiled = dict(zip(programs, timing.compile_all(programs.values()), strict=True))
     return [
-        result | measure(compiled[key], inputs, args.iterations) for result, key, inputs in jobs
+        result | measure(compiled[mode], inputs, args.iterations) for result, mode, inputs in jobs
     ]
 
 
 def measure(program: Any, inputs: Any, iterations: int) -> dict[str, Any]:
-    """Times of one step, and its tokens."""
+    """Times of one step."""
     if isinstance(program, Exception):
         return {"reason": reason(program)}
     num_calls = _NUM_SETS * _NUM_LOOPS
-    tokens = np.asarray(program(*inputs)[2][0]).tolist()
-    found = {"tokens": tokens} | call_times(program, inputs, iterations, num_calls)
+    found = call_times(program, inputs, iterations, num_calls)
     if found["kernel_us"]:
         found["launches"] = found["kernels_per_run"] / num_calls
     return found
@@ -212,42 +166,30 @@ def measure(program: Any, inputs: Any, iterations: int) -> dict[str, Any]:
 
 def markdown(run: dict[str, Any]) -> str:
     """The table, and the provenance of its numbers."""
-    rows = [["rows x words", "case", "wall us", "over greedy", "kernels us", "launches", "by sort"]]
-    results = {
-        (one["num_rows"], one["vocab_size"], one["case"], one["by_sort"]): one
-        for one in run["results"]
+
+    def median(one: dict[str, Any], name: str) -> float | None:
+        return one[name]["median"] if one.get(name) else None
+
+    def size(one: dict[str, Any]) -> str:
+        return f"{one['num_rows']} x {one['vocab_size']}"
+
+    def over_greedy(one: dict[str, Any]) -> float | None:
+        wall, of_greedy = median(one, "wall_us"), greedy.get(size(one))
+        return wall - of_greedy if wall and of_greedy else None
+
+    results = run["results"]
+    greedy = {size(one): median(one, "wall_us") for one in results if one["case"] == "greedy"}
+    columns = {
+        "rows x words": size,
+        "case": lambda one: one["case"],
+        "wall us": lambda one: number(median(one, "wall_us")),
+        "over greedy": lambda one: number(over_greedy(one), "+.1f"),
+        "kernels us": lambda one: number(median(one, "kernel_us")),
+        "launches": lambda one: number(one.get("launches")),
     }
-
-    def median(one: dict | None, name: str) -> float | None:
-        return one[name]["median"] if one and one.get(name) else None
-
-    for (num_rows, vocab_size, case, by_sort), one in results.items():
-        if by_sort:
-            continue
-        wall = median(one, "wall_us")
-        greedy = median(results.get((num_rows, vocab_size, "greedy", False)), "wall_us")
-        over = wall - greedy if wall and greedy else None
-        other = results.get((num_rows, vocab_size, case, True))
-        rows.append(
-            [
-                f"{num_rows} x {vocab_size}",
-                case,
-                number(wall),
-                number(over, "+.1f"),
-                number(median(one, "kernel_us")),
-                number(one.get("launches")),
-                number(median(other, "wall_us")),
-            ]
-        )
-    reasons = dict.fromkeys(one["reason"] for one in results.values() if "reason" in one)
-    blocks = [table(rows), *(f"Missing numbers: {reason}." for reason in reasons)]
-    differ = [key[:3] for key, one in results.items() if key[3] and _differs(key, results)]
-    blocks += [f"Tokens that differ from those by sort: {key}." for key in differ]
-    return timing.page(run["meta"], *blocks)
-
-
-def _differs(key: tuple, results: dict[tuple, dict]) -> bool:
-    return results[key].get("tokens") != results[(*key[:3], False)].get("tokens")
+    reasons = dict.fromkeys(one["reason"] for one in results if "reason" in one)
+    words = (f"Missing numbers: {reason}." for reason in reasons)
+    return timing.page(run["meta"], table_of(results, columns), *words)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -257,9 +199,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add("--rows", nargs="+", type=positive, default=[1, 64], help="rows of a batch")
     add("--vocab", nargs="+", type=positive, default=[128256], help="sizes of vocabularies")
     add("--cases", nargs="+", choices=_CASES, default=[*_CASES], help="default: all")
-    add("--std", type=float, default=2.0, help="standard deviation of the logits")
-    add("--bf16", action="store_true", help="round the logits to bfloat16")
-    add("--sorted", action="store_true", help="measure the definition by sorting too")
     add("--implementation", choices=get_args(SamplingImplementation), help="default: the engine's")
     add("--iterations", type=positive, default=10, help="timed runs of each")
     args = parser.parse_args(argv)

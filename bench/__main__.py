@@ -1,4 +1,4 @@
-"""List the benches: `python -m bench --list`."""
+"""List the benches: `python -m bench`."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def listing() -> str:
 
 def main() -> None:
     """Print the question and the command of each bench."""
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="print all benches; the default")
-    parser.parse_args()
+    argparse.ArgumentParser(prog="bench", description=__doc__).parse_args()
     for bench in BENCHES:
         print(f"python -m {bench.command}\n    {bench.question}")
 

@@ -67,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=math.inf, help="arrivals per second; default: all at once")
     add("--prefix-share", type=float, default=0.5, help="share of requests with a system prompt")
     add("--prefix-len", type=int, help="tokens of a system prompt; default: max_model_len / 8")
-    add("--prefixes", type=int, default=4, help="different system prompts")
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=60.0, help="limit for each system")
     text = "transformers serves only this many requests, the first ones"
@@ -169,7 +168,6 @@ def _make_trace(args: argparse.Namespace) -> list[TraceRequest]:
         rate=args.rate,
         prefix_share=args.prefix_share,
         prefix_len=args.prefix_len,
-        num_prefixes=args.prefixes,
         seed=args.seed,
     )
 

@@ -164,7 +164,7 @@ def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: if the checkpoint is invalid or the text too short.
         OSError: if the text can't be read.
     """
-    model, config = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    model, config = load_checkpoint(args.checkpoint)
     if args.window > config.max_position_embeddings:
         raise ValueError(f"--window {args.window}: the model has {config.max_position_embeddings=}")
     text = args.text.read_bytes()
@@ -241,7 +241,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add, positive = parser.add_argument, cli.at_least(1)
     add("--checkpoint", type=Path, help="folder in Hugging Face format; needs --text")
     add("--text", type=Path, help="the checkpoint is measured on its last tenth")
-    add("--dtype", choices=("float32", "bfloat16"), help="dtype of the weights; default: as stored")
     add("--window", type=positive, default=1024, help="tokens of a row")
     add("--batch", type=positive, default=16, help="rows at a time; for --shape, all rows")
     add("--page-size", type=positive, default=16)

@@ -72,7 +72,7 @@ class Emitting:
 
 @dataclass(frozen=True)
 class Models:
-    """A model and, for the method "draft_model", the one that drafts, each with its weights."""
+    """A model and, with `--draft-shape`, the one that drafts, each with its weights."""
 
     model: Any
     weights: Any
@@ -81,12 +81,11 @@ class Models:
 
     def engine(self, args: argparse.Namespace, rows: int, length: int, way: str) -> Engine:
         """Make an engine for rows of a length, which drafts in one of `_WAYS`."""
-        config: dict[str, Any] = dict(method=args.method, adaptive=way != "always")
+        config: dict[str, Any] = dict(method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+        if self.draft is not None:
+            config = dict(method="draft_model", model=self.draft)
         config |= dict(num_speculative_tokens=args.num_speculative_tokens)
-        if self.draft is None:
-            config |= dict(method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
-        else:
-            config |= dict(method="draft_model", model=self.draft)
+        config |= dict(adaptive=way != "always")
         sizes = EngineConfig(
             num_pages=rows * -(-length // EngineConfig.page_size),
             max_num_seqs=rows,
@@ -104,7 +103,7 @@ class Models:
 def models_of(args: argparse.Namespace, shape: ServingShape) -> Models:
     """Return random models; the draft model has the vocabulary of the other."""
     model = Models(*engine_model(random_model(shape)))
-    if args.method != "draft_model":
+    if args.draft_shape is None:
         return model
     small = SHAPES[args.draft_shape]
     config = replace(small.config, vocab_size=shape.config.vocab_size)
@@ -272,9 +271,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     text = "texts that the model says; none: near ties alone"
     add("--trace", choices=KINDS, nargs="*", default=[*KINDS], help=text)
     add("--max-tokens", type=cli.at_least(2), default=512, help="of each row")
-    add("--method", choices=("ngram", "draft_model"), default="ngram", help="where drafts are from")
-    add("--draft-shape", choices=SHAPES, help="of --method draft_model, with random weights")
-    text = "drafts of --method draft_model that are the text's"
+    text = "a model with random weights that drafts; default: a lookup does"
+    add("--draft-shape", choices=SHAPES, help=text)
+    text = "drafts of --draft-shape that are the text's"
     add("--draft-percent", type=int, default=80, metavar="0..100", help=text)
     add("--num-speculative-tokens", type=positive, default=7, help="drafts of a row in a step")
     text = "tokens of a step with prompts"
@@ -283,8 +282,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     text = "count tokens that are others with drafts"
     add("--near-ties", action=argparse.BooleanOptionalAction, default=True, help=text)
     args = parser.parse_args(argv)
-    if (args.draft_shape is None) == (args.method == "draft_model"):
-        parser.error("--draft-shape and --method draft_model need each other")
     if not 0 <= args.draft_percent <= 100:
         parser.error("--draft-percent must be in 0..100")
     drafts = "a lookup"

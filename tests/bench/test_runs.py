@@ -181,7 +181,7 @@ def test_drafts_of_an_edit_are_right_more_often_than_those_of_random_tokens(dry_
 
 @pytest.mark.slow  # compiles the steps of three engines
 def test_drafts_of_a_model_are_right_as_often_as_was_asked(dry_run) -> None:
-    draft = ["--method", "draft_model", "--draft-shape", "tiny", "--draft-percent", "75"]
+    draft = ["--draft-shape", "tiny", "--draft-percent", "75"]
     run, tables = dry_run(speculation, *SPECULATION, *draft, "--trace", "quotes", "--no-near-ties")
     [one] = run["results"]
     accepted, drafted = one["always"]["num_accepted"], one["always"]["num_drafts"]

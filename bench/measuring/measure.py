@@ -85,7 +85,7 @@ def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -
         outs: the results of a run, as `chain` returns them.
         sees_all: as in `Variant`.
     """
-    token, row, length = case.sample()
+    token, row, length = np.array(case.shape.sample(), np.int32).T
     if sees_all:
         length = np.array(case.shape.seq_lens, np.int32)[row]
     first, before, last = outs

@@ -82,6 +82,20 @@ class Shape:
         window = self.options.sliding_window
         return np.minimum(keys, window) if window else keys
 
+    def sample(self) -> list[tuple[int, int, int]]:
+        """(token, row, length) of the first, middle and last query of four rows at most.
+
+        The rows go from the shortest to the longest. The query sees the first `length` tokens.
+        """
+        lens, q_lens = self.seq_lens, self.q_lens
+        order = np.argsort(lens, kind="stable")
+        picks = np.linspace(0, len(order) - 1, min(4, len(order)), dtype=int)
+        return [
+            (sum(q_lens[:row]) + i, row, lens[row] - q_lens[row] + i + 1)
+            for row in order[picks].tolist()
+            for i in sorted({0, q_lens[row] // 2, q_lens[row] - 1})
+        ]
+
     @property
     def pages_per_seq(self) -> int:
         """Width of the block table, a power of two because JAX's own op splits it evenly."""
@@ -227,21 +241,6 @@ class Case:
         return reference_states(
             q[token], *pages, tables, lens, **self.scales, options=self.shape.options
         )
-
-    def sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(token, row, length) of the first, middle and last query of four rows at most.
-
-        The rows go from the shortest to the longest. The query sees the first `length` tokens.
-        """
-        firsts, lens, q_lens = np.asarray(self.cu_q_lens), self.shape.seq_lens, self.shape.q_lens
-        order = np.argsort(lens, kind="stable")
-        found = [
-            (firsts[row] + i, row, lens[row] - q_lens[row] + i + 1)
-            for row in order[np.linspace(0, len(order) - 1, min(4, len(order)), dtype=int)]
-            for i in sorted({0, q_lens[row] // 2, q_lens[row] - 1})
-        ]
-        token, row, length = np.array(found, np.int32).T
-        return token, row, length
 
 
 def page_tables(shape: Shape) -> tuple[np.ndarray, int]:

@@ -67,15 +67,6 @@ def page_lists(shape: Shape) -> list[list[np.ndarray]]:
     return [[row[:n] for row, n in zip(table, blocks, strict=True)] for table in tables]
 
 
-def sample(shape: Shape) -> list[tuple[int, int, int]]:
-    """(token, row, number of visible keys) of up to four queries, from few keys to many."""
-    sees = np.concatenate([shape.keys_of(row) for row in range(len(shape.seq_lens))])
-    rows = np.repeat(np.arange(len(shape.seq_lens)), shape.q_lens)
-    picks = np.linspace(0, len(sees) - 1, min(4, len(sees)), dtype=int)
-    tokens = np.argsort(sees, kind="stable")[picks]
-    return [(int(token), int(rows[token]), int(sees[token])) for token in tokens]
-
-
 def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str, dict[str, Any]]:
     """The library's results with the default layout and with the best one, as peers have it.
 
@@ -117,10 +108,10 @@ class TorchCase:
         errors = []
         for i in {0, len(states) - 2}:
             wants, gots = [], []
-            for token, row, sees in sample(self.shape):
+            for token, row, length in self.shape.sample():
                 pages = torch.from_numpy(self.pages[i % self.shape.num_sets][row]).long().cuda()
                 dense = (x[pages].transpose(0, 1).flatten(1, 2) for x in (self.k, self.v))
-                k, v = (x[:, :sees].float() for x in dense)  # [Hkv, T, D]
+                k, v = (x[:, :length].float() for x in dense)  # [Hkv, T, D]
                 q = self.query(states[i], token).float().unflatten(0, (len(k), -1))
                 logits = q @ k.mT  # [Hkv, G, T]
                 wants.append((logits.softmax(-1) @ v).flatten(0, 1).double())
@@ -284,9 +275,7 @@ def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int
 
 def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
     """Measure one shape by all libraries; ours runs in `pool`."""
-    results: dict[str, dict] = {}
-    if args.ours:
-        results |= elsewhere(pool, ours, shape, args.implementation, args.iterations)
+    results = elsewhere(pool, ours, shape, args.implementation, args.iterations)
     case = TorchCase(shape)
     for name, find in (("flashinfer", flashinfer), ("sdpa", sdpa)):
         results[name] = measure_peer(case, find, args.iterations)
@@ -346,7 +335,6 @@ def beside_torch(
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and returns the raw numbers."""
     parser = cli.make_call_parser("bench.peers", __doc__)
-    parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
     shapes = cli.select(parser, args.shapes, (*SHAPES, *PREFILLS), TINY)
     with beside_torch("bench.peers", argv) as (pool, meta):

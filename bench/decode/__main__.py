@@ -26,14 +26,6 @@ from bench.measuring.shapes import (
 )
 
 
-def select_pairs(filters: Sequence[str]) -> list[tuple[Shape, Shape]]:
-    """(shape with options, plain shape) of those whose name has one of the filters."""
-    if not filters:
-        return list(OPTION_PAIRS)
-    pairs = (*OPTION_PAIRS, TINY_PAIR)
-    return [pair for pair in pairs if any(text in pair[0].name for text in filters)]
-
-
 def measure_shape(shape: Shape, args: argparse.Namespace, *, with_peers: bool) -> dict:
     """Measure one shape by all implementations."""
     finders: dict[str, Callable[[], list[Variant]]] = {
@@ -60,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     kv_dtypes.add_argument(parser)
     args = parser.parse_args(argv)
-    with_options = [shape for shape, _ in (*OPTION_PAIRS, TINY_PAIR)]
-    found = cli.select(parser, args.shapes, SHAPES, TINY, *with_options)
-    shapes = [shape for shape in found if shape not in with_options]
+    bases = dict((*OPTION_PAIRS, TINY_PAIR))
+    found = cli.select(parser, args.shapes, (*SHAPES, *dict(OPTION_PAIRS)), TINY, TINY_PAIR[0])
+    shapes = [shape for shape in found if shape not in bases]
     floors = [measure_floor(args.iterations)]
     run: dict[str, Any] = {
         "meta": timing.describe_run(parser.prog, argv),
@@ -79,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     plain: dict[str, dict] = {}
 
-    def with_base(pair: tuple[Shape, Shape]) -> dict:
-        shape, base = pair
+    def with_base(shape: Shape) -> dict:
+        base = bases[shape]
         plain.update({result["name"]: result for result in run["shapes"]})
         if base.name not in plain:
             plain[base.name] = measure_shape(base, args, with_peers=False)
@@ -93,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     one_byte = kv_dtypes.one_byte(shapes, args.kv_dtypes)
     cli.measure_each(run["one_byte"], one_byte, with_floor, progress, run, args)
     if "bf16" in args.kv_dtypes and args.options:
-        pairs_of_options = select_pairs(args.shapes)
-        cli.measure_each(run["options"], pairs_of_options, with_base, progress, run, args)
+        with_options = [shape for shape in found if shape in bases]
+        cli.measure_each(run["options"], with_options, with_base, progress, run, args)
     print(decode_report.markdown(run))
     return run
 

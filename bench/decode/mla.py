@@ -74,13 +74,7 @@ def markdown(run: dict) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and return the raw numbers."""
     parser = cli.make_call_parser("bench.decode.mla", __doc__)
-    parser.add_argument(
-        "--kv-dtypes",
-        nargs="+",
-        choices=kv_dtypes.NAMES,
-        default=["bf16"],
-        help="dtypes of the latents; default: bf16",
-    )
+    kv_dtypes.add_argument(parser, "bf16")
     args = parser.parse_args(argv)
     selected = cli.select(parser, args.shapes, SHAPES, TINY)
     meta = timing.describe_run(parser.prog, argv)

@@ -13,15 +13,11 @@ ONE_BYTE = ("int8", "fp8")
 NAMES = {"bf16": "bfloat16"} | {name: KV_CACHE_DTYPES[name] for name in ONE_BYTE}
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--kv-dtypes`; int8 and fp8 share a table of their own."""
-    parser.add_argument(
-        "--kv-dtypes",
-        nargs="+",
-        choices=NAMES,
-        default=list(NAMES),
-        help="dtypes of K and V; without bf16 only the int8/fp8 table; default: all",
-    )
+def add_argument(parser: argparse.ArgumentParser, *default: str) -> None:
+    """Add `--kv-dtypes`; without a default it is all."""
+    text = f"dtypes of K and V; default: {' '.join(default) or 'all'}"
+    names = [*default] or [*NAMES]
+    parser.add_argument("--kv-dtypes", nargs="+", choices=NAMES, default=names, help=text)
 
 
 def with_dtype(shape: Shape, name: str) -> Shape:

@@ -77,6 +77,34 @@ def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:
     return ServingShape(config=config, dtype=jnp.bfloat16, kv_gib=kv_gib)
 
 
+def _qwen3(*, kv_gib: float, **sizes: Any) -> ServingShape:
+    """A Qwen3 shape; `sizes` are the fields of the config that differ between models."""
+    config = ModelConfig(
+        vocab_size=151936,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+        qk_norm=True,
+        **sizes,
+    )
+    return ServingShape(config=config, dtype=jnp.bfloat16, kv_gib=kv_gib)
+
+
+def _tiny(**config: Any) -> ServingShape:
+    """A shape for a dry run without a GPU."""
+    sizes = ModelConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        **config,
+    )
+    return ServingShape(config=sizes, dtype=jnp.float32, kv_gib=0.5 / 1024, max_model_len=256)
+
+
 def _published(kv_gib: float, **config: Any) -> ServingShape:
     """A shape from what matters in the `config.json` of a model."""
     return ServingShape(
@@ -102,38 +130,16 @@ SHAPES = {
         rope_factor=8.0,
         kv_gib=8.0,
     ),
-    "qwen3-0.6b": ServingShape(
-        config=ModelConfig(
-            vocab_size=151936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_layers=28,
-            num_q_heads=16,
-            num_kv_heads=8,
-            head_dim=128,
-            rope_theta=1e6,
-            max_position_embeddings=40960,
-            tie_word_embeddings=True,
-            qk_norm=True,
-        ),
-        dtype=jnp.bfloat16,
+    "qwen3-0.6b": _qwen3(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_q_heads=16,
+        tie_word_embeddings=True,
         kv_gib=7.0,
     ),
-    "qwen3-32b": ServingShape(
-        config=ModelConfig(
-            vocab_size=151936,
-            hidden_size=5120,
-            intermediate_size=25600,
-            num_layers=64,
-            num_q_heads=64,
-            num_kv_heads=8,
-            head_dim=128,
-            rope_theta=1e6,
-            max_position_embeddings=40960,
-            qk_norm=True,
-        ),
-        dtype=jnp.bfloat16,
-        kv_gib=16.0,
+    "qwen3-32b": _qwen3(
+        hidden_size=5120, intermediate_size=25600, num_layers=64, num_q_heads=64, kv_gib=16.0
     ),
     "qwen3-30b-a3b": _published(
         kv_gib=6.0,
@@ -197,40 +203,16 @@ SHAPES = {
             original_max_position_embeddings=4096,
         ),
     ),
-    "tiny": ServingShape(  # for a dry run without a GPU
-        config=ModelConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_layers=2,
-            num_q_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
+    "tiny": _tiny(num_layers=2),
+    "tiny-experts": _tiny(
+        num_layers=3,
+        sliding_windows=(None, 16, None),
+        experts=ExpertsConfig(
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            dense_layers=(0,),
         ),
-        dtype=jnp.float32,
-        kv_gib=0.5 / 1024,
-        max_model_len=256,
-    ),
-    "tiny-experts": ServingShape(
-        config=ModelConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_layers=3,
-            num_q_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            sliding_windows=(None, 16, None),
-            experts=ExpertsConfig(
-                n_routed_experts=8,
-                num_experts_per_tok=2,
-                moe_intermediate_size=32,
-                dense_layers=(0,),
-            ),
-        ),
-        dtype=jnp.float32,
-        kv_gib=0.5 / 1024,
-        max_model_len=256,
     ),
 }
 

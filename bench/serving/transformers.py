@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.measuring.measure import failed
 from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.requests import TraceRequest
 from models.decoder import ModelConfig
@@ -61,8 +62,7 @@ def _work(sender: Any, *arguments: Any) -> None:
     try:
         result = serve(*arguments)
     except Exception as error:  # without torch, transformers or memory the other systems go on
-        text = str(error).strip().split("\n")[0]
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {text}"[:300]}
+        result = failed(error)
     sender.send(result)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
-from models.train.state import TrainConfig
+from models.train.state import TrainConfig, add_options
 from models.train.trainer import STATE_FILE, train
 
 
@@ -22,13 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--about", default="", help="what the text is, for the model card")
     parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
-    for option in dataclasses.fields(TrainConfig):
-        parser.add_argument(
-            f"--{option.name.replace('_', '-')}",
-            type=type(option.default),
-            default=option.default,
-            help=option.metadata["help"],
-        )
+    add_options(parser, TrainConfig)
     args = vars(parser.parse_args(argv))
     path, out, about, resume = (args.pop(name) for name in ("text", "out", "about", "resume"))
     try:

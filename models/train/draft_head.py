@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from models.decoder import (
 )
 from models.decoder.draft_head import DraftHead, head_config, is_own, save_draft_head
 from models.text import Tokenizer
-from models.train.state import clipped_adamw, option
+from models.train.state import add_options, as_options, check, clipped_adamw, option
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
 _LATER = 0.8  # weight of the loss of a pass, by that of the pass before
@@ -62,17 +62,11 @@ class HeadTrainConfig:
     dtype: str = option("float32", "of the computation; the trained weights are float32")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        check(self, "steps", "batch_size", "depth")
         if self.num_texts < 2:
             raise ValueError(f"num_texts={self.num_texts} must be at least 2: one is held out")
         if self.seq_len < 2 + self.depth:
             raise ValueError(f"seq_len={self.seq_len} must be at least depth + 2")
-        if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"warmup={self.warmup} must be in [0, steps={self.steps})")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
 
 
 def write_texts(
@@ -251,9 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--checkpoint", type=Path, required=True, help="folder of the decoder")
     add("--out", type=Path, required=True, help="folder of the head")
     add("--prompts", type=Path, help="file with a prompt a line; none: texts begin a new line")
-    for one in fields(HeadTrainConfig):
-        name, default = f"--{one.name.replace('_', '-')}", one.default
-        add(name, type=type(default), default=default, help=one.metadata["help"])
+    add_options(parser, HeadTrainConfig)
     args = vars(parser.parse_args(argv))
     checkpoint, out, prompts = (args.pop(name) for name in ("checkpoint", "out", "prompts"))
     try:
@@ -287,7 +279,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write_card(out: Path, checkpoint: Path, config: HeadTrainConfig, lines: list[str]) -> None:
-    options = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in asdict(config).items())
     facts = "\n".join(f"- {line}" for line in lines)
     card = f"""# A draft head for the checkpoint `{checkpoint.name}`
 
@@ -297,7 +288,7 @@ Trained on texts of the checkpoint itself. Drafts that were right, by their plac
 {facts}
 
 ```sh
-python -m models.train.draft_head --checkpoint CHECKPOINT --out FOLDER {options}
+python -m models.train.draft_head --checkpoint CHECKPOINT --out FOLDER {as_options(config)}
 ```
 """
     (out / "README.md").write_text(card, encoding="utf-8")

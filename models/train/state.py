@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,29 @@ from models.decoder.tensor_file import save_tensors
 def option(default: Any, text: str) -> Any:
     """Return a field that is an option of a command, with its help."""
     return field(default=default, metadata={"help": text})
+
+
+def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add the options that are fields of a dataclass."""
+    for one in fields(config):
+        name, default = f"--{one.name.replace('_', '-')}", one.default
+        parser.add_argument(name, type=type(default), default=default, help=one.metadata["help"])
+
+
+def as_options(config: Any) -> str:
+    """Return the options of a command that give this config."""
+    return " ".join(f"--{k.replace('_', '-')} {v}" for k, v in asdict(config).items())
+
+
+def check(config: Any, *positive: str) -> None:
+    """Raise ValueError unless these fields are positive, and warm-up and dtype are possible."""
+    for name in positive:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be positive")
+    if not 0 <= config.warmup < config.steps:
+        raise ValueError(f"warmup={config.warmup} must be in [0, steps={config.steps})")
+    if config.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype={config.dtype!r} must be float32 or bfloat16")
 
 
 def clipped_adamw(config: Any, **options: Any) -> optax.GradientTransformation:
@@ -55,16 +79,10 @@ class TrainConfig:
     dtype: str = option("bfloat16", "of the computation; the trained weights are float32")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"warmup={self.warmup} must be in [0, steps={self.steps})")
+        check(self, "steps", "batch_size", "seq_len", "eval_every")
         for name in ("dropout", "ema"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
 
     def model_config(self) -> ModelConfig:
         """The byte-level Llama to train."""

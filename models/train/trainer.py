@@ -29,6 +29,7 @@ from models.text import save_byte_tokenizer
 from models.train.state import (
     TrainConfig,
     TrainState,
+    as_options,
     create_train_state,
     load_state,
     save_state,
@@ -227,9 +228,6 @@ def _cast(params: nnx.State, dtype: Any) -> nnx.State:
 def _write_card(
     out: Path, config: TrainConfig, text: np.ndarray, num_params: int, loss: float, about: str
 ) -> None:
-    options = " ".join(
-        f"--{name.replace('_', '-')} {value}" for name, value in dataclasses.asdict(config).items()
-    )
     sha256 = hashlib.sha256(text.tobytes()).hexdigest()
     card = f"""---
 license: apache-2.0
@@ -251,7 +249,7 @@ the first 90% trained, the last 10% validated.
 Command (computing in {config.dtype}):
 
 ```sh
-python -m models.train --text FILE --out DIR {options}
+python -m models.train --text FILE --out DIR {as_options(config)}
 ```
 """
     (out / "README.md").write_text(card, encoding="utf-8")

@@ -130,7 +130,7 @@ def test_examples_of_experts_equal_an_oracle(names, capsys):
     weights = np.take_along_axis(scores, np.maximum(experts, 0), axis=1)
     weights /= weights.sum(axis=1, keepdims=True)
     expected = experts_oracle.fused_experts(x, gate_up, down, experts, weights)
-    assert experts_oracle.error(names["out"], expected) < 1e-5
+    assert relative_error(names["out"], expected) < 1e-5
 
 
 def test_example_of_latents_equals_an_oracle(names, capsys):

@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_paged.experts import fused_experts
 from tests.support import experts_oracle as oracle
+from tests.support.attention_oracle import relative_error
 from tests.support.devices import mesh
-from tests.support.experts_oracle import draw, error, routes
+from tests.support.experts_oracle import draw, routes
 from tests.support.promotion import strict_promotion
 
 EXPERTS, FEATURES, SIZE, TOKENS, K = 6, 24, 16, 45, 3
@@ -35,7 +36,7 @@ def test_tokens_get_the_weighted_sum_of_their_experts(dtype, options):
     args = arrays(dtype)
     out = run(*args)
     assert out.dtype == dtype
-    assert error(out, oracle.fused_experts(*args, **options)) < TOLERANCE[dtype]
+    assert relative_error(out, oracle.fused_experts(*args, **options)) < TOLERANCE[dtype]
 
 
 @jax.jit
@@ -54,7 +55,7 @@ def test_pairs_without_an_expert_add_nothing_whatever_they_hold():
     assert not outs[0][-5:].any()
     np.testing.assert_array_equal(*outs)
     x[-5:], scales[-5:], scales[0, 1] = 0, 0, 0
-    assert error(outs[0], oracle.fused_experts(x, gate_up, down, indices, scales)) < 1e-5
+    assert relative_error(outs[0], oracle.fused_experts(x, gate_up, down, indices, scales)) < 1e-5
 
 
 def test_a_token_has_the_same_bits_beside_others():
@@ -88,7 +89,7 @@ def test_gradients_are_those_of_dense_experts():
         *(jax.jit(lambda d, *a, f=f: jax.vjp(f, *a)[1](d))(d_out, *args) for f in (ours, dense)),
         strict=True,
     ):
-        assert error(found, oracle.exact(wanted)) < 1e-5
+        assert relative_error(found, oracle.exact(wanted)) < 1e-5
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -128,7 +129,7 @@ def sharded(axis):
 @pytest.mark.parametrize("axis", ["features", "experts"])
 def test_devices_add_up_their_features_or_experts(axis):
     args = arrays()
-    assert error(sharded(axis)(*args), oracle.fused_experts(*args)) < 1e-5
+    assert relative_error(sharded(axis)(*args), oracle.fused_experts(*args)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from pallas_paged.experts import grouped_matmul
 from pallas_paged.experts.plan import Groups, max_tiles, sort_pairs, tiles_of
 from tests.support import experts_oracle as oracle
-from tests.support.experts_oracle import draw, error
+from tests.support.attention_oracle import relative_error
+from tests.support.experts_oracle import draw
 from tests.support.promotion import strict_promotion
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
@@ -30,13 +31,13 @@ def test_rows_are_multiplied_by_the_matrix_of_their_group(dtype, sizes):
     out = product(x, w, np.array(sizes, np.int32))
     assert out.dtype == dtype and not np.asarray(out)[sum(sizes) :].any()
     if any(sizes):
-        assert error(out, oracle.grouped_matmul(x, w, sizes)) < TOLERANCE[dtype]
+        assert relative_error(out, oracle.grouped_matmul(x, w, sizes)) < TOLERANCE[dtype]
 
 
 def test_transposed_matrices_give_the_same_product():
     x, w, sizes = draw(1, M, K), draw(2, 7, K, N), np.array(SIZES[0], np.int32)
     run = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, transpose_rhs=True))
-    assert error(run(x, w.swapaxes(1, 2)), oracle.grouped_matmul(x, w, sizes)) < 1e-5
+    assert relative_error(run(x, w.swapaxes(1, 2)), oracle.grouped_matmul(x, w, sizes)) < 1e-5
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
@@ -52,7 +53,7 @@ def test_gradients_are_those_of_separate_products(transpose_rhs):
     gradients = jax.jit(lambda x, w, d_out: jax.vjp(function, x, w)[1](d_out))
     d_x, d_w = map(np.asarray, gradients(x, w, d_out))
     wanted = oracle.grouped_matmul(d_out, w, sizes, transpose_rhs=not transpose_rhs)
-    assert error(d_x, wanted) < 1e-5
+    assert relative_error(d_x, wanted) < 1e-5
     starts = np.cumsum(sizes) - sizes
     for group, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         rows = slice(start, start + size)

@@ -9,7 +9,8 @@ if jax.__version_info__ < (0, 11):
 
 from pallas_paged.experts import fused_experts, grouped_matmul
 from tests.support import experts_oracle as oracle
-from tests.support.experts_oracle import draw, error, routes
+from tests.support.attention_oracle import relative_error
+from tests.support.experts_oracle import draw, routes
 from tests.support.marks import slow
 
 INTERPRETED = dict(implementation="mosaic_sm90", interpret=True)
@@ -27,7 +28,7 @@ def test_grouped_rows(transpose_rhs):
     out = jax.jit(lambda *args: grouped_matmul(*args, **how))(x, given, sizes)
     assert not np.asarray(out)[sizes.sum() :].any()
     w[1] = 0
-    assert error(out, oracle.grouped_matmul(np.nan_to_num(x), w, sizes)) < 5e-3
+    assert relative_error(out, oracle.grouped_matmul(np.nan_to_num(x), w, sizes)) < 5e-3
 
 
 def test_gradients_of_grouped_rows():
@@ -43,11 +44,11 @@ def test_gradients_of_grouped_rows():
 
     d_x, d_w = gradients(x, w, d_out)
     wanted = oracle.grouped_matmul(np.nan_to_num(d_out), w, sizes, transpose_rhs=True)
-    assert error(d_x, wanted) < 5e-3
+    assert relative_error(d_x, wanted) < 5e-3
     starts = np.cumsum(sizes) - sizes
     rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     wanted = np.stack([oracle.exact(x)[r].T @ oracle.exact(d_out)[r] for r in rows])
-    assert error(d_w, wanted) < 5e-3 and not np.asarray(d_w)[1].any()
+    assert relative_error(d_w, wanted) < 5e-3 and not np.asarray(d_w)[1].any()
 
 
 OPTIONS = dict(gate_up_bias=draw(7, 6, 64, 2, dtype="bfloat16"), swiglu_limit=1.5)
@@ -71,7 +72,7 @@ def test_fused_experts(num_tokens, options):
     out = np.asarray(run(x, gate_up, down, indices, scales))
     assert not out[-2:].any()
     args = (x[:-2], gate_up, down, indices[:-2], scales[:-2])
-    assert error(out[:-2], oracle.fused_experts(*args, **options)) < 1e-2
+    assert relative_error(out[:-2], oracle.fused_experts(*args, **options)) < 1e-2
 
 
 def test_one_token_reads_its_experts_only():
@@ -83,4 +84,4 @@ def test_one_token_reads_its_experts_only():
     indices = np.int32([[5, 6, 3]])
     out = jax.jit(lambda *args: fused_experts(*args, **INTERPRETED))
     args = (x, gate_up, down, indices, scales)
-    assert error(out(*args), oracle.fused_experts(*args)) < 1e-2
+    assert relative_error(out(*args), oracle.fused_experts(*args)) < 1e-2

@@ -182,8 +182,8 @@ class Local:
         heads = jnp.repeat(k[:, 1, 2] + 3 * v[:, 2, 1], q.shape[1] // k.shape[0], axis=0)
         return (q * heads * self.scale + (tables[:, 1] + 10 * lens)[:, None, None],)
 
-    def divided(self, rule=DECODE):
-        run = on_each_device(self, rule, platform=jax.default_backend())
+    def divided(self):
+        run = on_each_device(self, DECODE, platform=jax.default_backend())
         return lambda arrays: run(*(arrays[name] for name in POSITIONAL))[0]
 
 

@@ -75,7 +75,7 @@ def without_tokens_left_of(
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def enlarged(pages: jax.Array, num_pages: int, axis: int = 1) -> jax.Array:
+def enlarged(pages: jax.Array, num_pages: int, axis: int) -> jax.Array:
     """The pages as the last ones of an array of `num_pages`, on a device."""
     shape = (*pages.shape[:axis], num_pages, *pages.shape[axis + 1 :])
     first = num_pages - pages.shape[axis]

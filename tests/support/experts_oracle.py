@@ -56,8 +56,3 @@ def routes(seed: int, num_tokens: int, num_experts: int, k: int):
     rng = np.random.default_rng(seed)
     indices = np.stack([rng.permutation(num_experts)[:k] for _ in range(num_tokens)])
     return indices.astype(np.int32), rng.random((num_tokens, k)).astype(np.float32)
-
-
-def error(actual, expected) -> float:
-    """The norm of the difference relative to the norm of what is expected; NaN if any is."""
-    return float(np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected))

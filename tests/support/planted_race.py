@@ -11,7 +11,7 @@ from pallas_paged.kernels.mosaic import ops
 SIZE = 128
 
 
-def _two_warpgroups(body, name: str, *barriers, interpret: bool = False):
+def _two_warpgroups(body, name: str, *barriers, interpret: bool):
     """A kernel `f32[SIZE] -> f32[SIZE]` of two warpgroups with shared memory of that size."""
     return plgpu.kernel(
         body,
@@ -26,8 +26,8 @@ def _two_warpgroups(body, name: str, *barriers, interpret: bool = False):
     )
 
 
-def copy_by_two(x: jax.Array, *, ordered: bool, interpret: bool) -> jax.Array:
-    """Return `x` f32[SIZE]: one warpgroup writes it to shared memory, the other reads it there.
+def copy_by_two(x: jax.Array, *, ordered: bool) -> jax.Array:
+    """Return `x` f32[SIZE], interpreted: one warpgroup writes it to shared memory, one reads it.
 
     Args:
         ordered: whether the reader waits for the writer; else there is a race.
@@ -47,7 +47,7 @@ def copy_by_two(x: jax.Array, *, ordered: bool, interpret: bool) -> jax.Array:
                 plgpu.barrier_wait(written)
             out_ref[...] = shared[...]
 
-    return _two_warpgroups(body, "copy_by_two", plgpu.Barrier(), interpret=interpret)(x)
+    return _two_warpgroups(body, "copy_by_two", plgpu.Barrier(), interpret=True)(x)
 
 
 def add_by_two(x: jax.Array) -> jax.Array:
@@ -70,4 +70,4 @@ def add_by_two(x: jax.Array) -> jax.Array:
 
         out_ref[...] = shared[...]
 
-    return _two_warpgroups(body, "add_by_two")(x)
+    return _two_warpgroups(body, "add_by_two", interpret=False)(x)

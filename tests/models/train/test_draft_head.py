@@ -23,6 +23,7 @@ from tests.support.dense_oracle import CONFIG, DenseOracle, tiny_model
 pytestmark = pytest.mark.usefixtures("exact_products")
 RUN = HeadTrainConfig(num_texts=8, seq_len=12, steps=30, batch_size=4, depth=2, warmup=3)
 RUN = replace(RUN, learning_rate=1e-2)
+TEXTS = np.random.default_rng(0).integers(64, size=(8, 12)).astype(np.int32)
 
 DEMO = ["--checkpoint", str(DEFAULT_CHECKPOINT)]
 
@@ -32,13 +33,9 @@ def decoder():
     return tiny_model(replace(CONFIG, vocab_size=64))
 
 
-def texts_of(decoder, num_texts=8):
-    return np.random.default_rng(0).integers(64, size=(num_texts, 12)).astype(np.int32)
-
-
 @pytest.fixture(scope="module")
 def trained(decoder):
-    return train_draft_head(decoder, texts_of(decoder), RUN)
+    return train_draft_head(decoder, TEXTS, RUN)
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def test_each_pass_is_what_a_draft_computes_behind_drafts(decoder, monkeypatch):
     """The oracle computes one text up to one token, by plain causal attention."""
     head = DraftHead(head_config(decoder.config), dtype=jnp.float32, rngs=nnx.Rngs(1))
     head.shares(decoder)
-    tokens, positions = texts_of(decoder)[:1], np.arange(12)[None]
+    tokens, positions = TEXTS[:1], np.arange(12)[None]
     hidden, _ = jax.jit(lambda: decoder(tokens, positions, dense_attend()))()
     passes, draft = [], DraftHead.draft
 
@@ -156,7 +153,7 @@ def test_bad_input_of_the_command_is_one_line(tmp_path, monkeypatch, capsys, opt
 def test_the_command_saves_a_head_with_a_card(tmp_path, monkeypatch, capsys):
     """With texts and acceptance from elsewhere: they compile engines."""
     given = []
-    monkeypatch.setattr(draft_head, "write_texts", lambda *args: texts_of(None))
+    monkeypatch.setattr(draft_head, "write_texts", lambda *args: TEXTS)
     monkeypatch.setattr(
         draft_head, "acceptance", lambda *args, **how: given.append(how) or ([0.5, 0.25], 1.75)
     )

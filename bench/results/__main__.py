@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.__main__ import find
@@ -58,19 +56,12 @@ def make(store: Store) -> dict[str, str]:
     return files | {"docs/results.md": page(store)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Write all files."""
-    parser = argparse.ArgumentParser(prog="bench.results", description=__doc__)
-    parser.add_argument("--root", type=Path, default=ROOT, help="where to write; default: here")
-    args = parser.parse_args(argv)
+    argparse.ArgumentParser(prog="bench.results", description=__doc__).parse_args()
     store = Store.load()
-    for name, text in make(store).items():
-        path = args.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    if args.root == ROOT:
-        for name, text in quotes.renewed(store, ROOT).items():
-            (ROOT / name).write_text(text)
+    for name, text in (make(store) | quotes.renewed(store, ROOT)).items():
+        (ROOT / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ _COLORS = {
     "green": ("#009E73", "#009E73"),
     "red": ("#D55E00", "#D55E00"),
     "pink": ("#CC79A7", "#CC79A7"),
-    "sky": ("#56B4E9", "#0072B2"),
     "black": ("#1F2328", "#E6EDF3"),
     "grey": ("#8C959F", "#8C959F"),
     "faint": ("#57606A", "#9DA7B1"),
@@ -64,15 +63,14 @@ def _rule(name: str, color: str) -> str:
 class Canvas:
     """Shapes and text of a chart, drawn from the top; y is where the next row begins."""
 
-    def __init__(self, title: str, subtitle: str = "") -> None:
+    def __init__(self, title: str, subtitle: str) -> None:
         self.title = title
         self._parts: list[str] = []
         self.y = 14.0
         self.text(16, self.y + 12, title, bold=True)
         self.y += ROW
-        if subtitle:
-            self.text(16, self.y + 10, subtitle, color="faint")
-            self.y += ROW
+        self.text(16, self.y + 10, subtitle, color="faint")
+        self.y += ROW
 
     def text(
         self,

@@ -13,17 +13,17 @@ How long does a decode call take, and what does each option cost? | bench.decode
 What does another layout of the pages cost? | bench.decode.layouts
 What does reading a shared prefix once save? | bench.decode.cascade
 How long does multi-head latent attention take? | bench.decode.mla
-How fast is that of FlashInfer? | bench.peers.mla
+How fast is latent attention in FlashInfer? | bench.peers.mla
 How long do routed experts take? | bench.experts
 How long do prompts, chunks and a few tokens per sequence take? | bench.prefill | .__main__
-How long do prompts of latent attention take, absorbed and by heads? | bench.prefill.mla
+How long do prompts of latent attention take, absorbed and with K and V of each head? | bench.prefill.mla
 How fast are libraries outside JAX? | bench.peers | .__main__
 Is there a config faster than the heuristic's on this device? | bench.tune --kernel decode
 How long does a decode step of a model take, and its kernels? | bench.steps | .__main__
-What do ways to sample cost in a model? | bench.steps --sampling
-What do they cost without one? | bench.steps.sampling
+What does each way to sample add to a decode step? | bench.steps --sampling
+How long does each way to sample take alone? | bench.steps.sampling
 How many requests does the engine serve, with how much memory? | bench.serving | .report
-How fast is nano-vllm's workload? | bench.serving --trace nano
+How fast is the engine on nano-vllm's workload? | bench.serving --trace nano
 How soon is the engine ready, cold and warm? | bench.serving.start
 How long does a long prompt wait for its first token? | bench.serving.long_prompt
 What do drafts cost, and what do they bring? | bench.serving.speculation

@@ -16,7 +16,7 @@ How long does multi-head latent attention take? | bench.decode.mla
 How fast is latent attention in FlashInfer? | bench.peers.mla
 How long do routed experts take? | bench.experts
 How long do prompts, chunks and a few tokens per sequence take? | bench.prefill | .__main__
-How long do prompts of latent attention take, absorbed and with K and V of each head? | bench.prefill.mla
+How long do prompts of latent attention take, in both of its forms? | bench.prefill.mla
 How fast are libraries outside JAX? | bench.peers | .__main__
 Is there a config faster than the heuristic's on this device? | bench.tune --kernel decode
 How long does a decode step of a model take, and its kernels? | bench.steps | .__main__

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -120,8 +120,8 @@ class EngineRollout(base_rollout.BaseRollout):
         """
         self._use_current_weights()
         pad = self.pad_id()
-        prompts = [_between(row, pad, right=False) for row in np.asarray(prompt_tokens)]
-        completions = [_between(row, pad, left=False) for row in np.asarray(completion_tokens)]
+        prompts = [_trimmed(row, pad, "f") for row in np.asarray(prompt_tokens)]
+        completions = [_trimmed(row, pad, "b") for row in np.asarray(completion_tokens)]
         scores = self.engine.score(prompts, completions)
         logps = np.zeros(completion_tokens.shape, np.float32)
         logps[:, : scores.shape[1]] = scores
@@ -178,9 +178,6 @@ def _seeds(key: jax.Array, count: int) -> list[int]:
     return [int(x) for x in jax.random.randint(key, (count,), 0, 2**31 - 1)]
 
 
-def _between(row: np.ndarray, pad: int, *, left: bool = True, right: bool = True) -> Sequence[int]:
-    """Return the tokens of a row without the padding at its left, right or both ends."""
-    real = np.flatnonzero(row != pad)
-    if not real.size:
-        return []
-    return row[real[0] if left else 0 : real[-1] + 1 if right else len(row)].tolist()
+def _trimmed(row: np.ndarray, pad: int, side: Literal["f", "b"]) -> list[int]:
+    """Return the tokens of a row without the padding at its front or its back."""
+    return (np.trim_zeros(row - pad, side) + pad).tolist()

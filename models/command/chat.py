@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.command.options import say
-from models.command.prompts import with_defaults
+from models.command.prompts import TEMPERATURE
 from models.command.setup import given, load_draft, load_model, prepare, print_defaults
 from models.command.signals import Signals
 from models.decoder import engine_model
@@ -26,6 +26,7 @@ from pallas_paged.engine import (
     SamplingParams,
 )
 from pallas_paged.server import ChatTemplate
+from pallas_paged.server.call import with_defaults
 
 _HELP = "/reset begins a new conversation, /quit or Ctrl-D ends the program, Ctrl-C stops an answer"
 
@@ -65,7 +66,7 @@ def chat(args: argparse.Namespace, signals: Signals | None) -> None:
         engine,
         tokenizer,
         template,
-        options=with_defaults(options, defaults),
+        options={"temperature": TEMPERATURE} | with_defaults(options, defaults),
         variables=args.chat_template_kwargs,
         system=args.system,
     )

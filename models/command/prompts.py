@@ -12,6 +12,7 @@ from typing import Any
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import Model, SamplingParams, StructuredOutputsParams
 from pallas_paged.server import ChatTemplate
+from pallas_paged.server.call import with_defaults
 
 _CHAT_KEYS = ("tools", "documents", "chat_template_kwargs")
 _KEYS = (
@@ -95,29 +96,12 @@ class JobMaker:
         else:
             raise ValueError(f"{prompt=} must be a text or a list of token ids")
         options = {"seed": (self.base_seed + index) % 2**32} | dict(self.options) | own
-        if options.get("beam_width"):  # beams draw nothing, and can't have stop texts
-            defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
         max_tokens = max(1, min(MAX_TOKENS, self.room - len(token_ids)))
-        params = SamplingParams(**{"max_tokens": max_tokens} | with_defaults(options, defaults))
+        values = {"max_tokens": max_tokens, "temperature": TEMPERATURE}
+        params = SamplingParams(**values | with_defaults(options, defaults))
         return Job(
             index=index, prompt=prompt, token_ids=token_ids, params=params, priority=priority
         )
-
-
-def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with what they lack of a checkpoint's defaults, and with a temperature.
-
-    Where an answer of a chat ends is added to the stop texts and stop tokens of the options.
-    """
-    values = {"temperature": TEMPERATURE, **defaults, **options}
-    for name in ("stop", "stop_token_ids"):
-        if name in defaults and name in options:
-            values[name] = [*_as_list(defaults[name]), *_as_list(options[name])]
-    return values
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def parse_line(line: str) -> dict[str, Any]:

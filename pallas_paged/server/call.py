@@ -37,13 +37,8 @@ _OTHERS = (
 )
 # Fields of OpenAI's API that change nothing here.
 _IGNORED_FIELDS = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
 )
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks; OpenAI has the same
 TokenBytes = Callable[[int], bytes]
@@ -199,8 +194,7 @@ def take_params(
 
     Args:
         fields: of the request.
-        defaults: of the model. Its stop texts and stop tokens are added to those of the request.
-            Beams take its stop tokens only: they draw nothing, and can't have stop texts.
+        defaults: of the model, as in `with_defaults`.
         max_tokens, logprobs, prompt_logprobs, detokenize: which have other names or forms.
     """
     for name in _IGNORED_FIELDS:
@@ -214,21 +208,30 @@ def take_params(
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
     _check_stop(_as_list(given.get("stop", [])))
-    if "beam_width" in given:
-        defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
-    for name in ("stop", "stop_token_ids"):
-        if name in defaults and name in given:
-            given[name] = _as_list(defaults[name]) + _as_list(given[name])
+    given = with_defaults(given, defaults)
     try:
-        params = SamplingParams(
-            **dict(defaults) | given, max_tokens=max_tokens, detokenize=detokenize
-        )
+        params = SamplingParams(**given, max_tokens=max_tokens, detokenize=detokenize)
     except ValueError as error:
         raise bad_request(str(error), field_of(str(error))) from None
     for name in ("n", "best_of"):
         if (getattr(params, name) or 1) > MAX_N:
             raise bad_request(f"{name}={getattr(params, name)} must be at most {MAX_N}", name)
     return params
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of `SamplingParams`, with those of a model's defaults that they lack.
+
+    Stop texts and stop tokens of the defaults are added to those that are given. Beams take the
+    stop tokens only: they draw nothing, and can't have stop texts.
+    """
+    if "beam_width" in given:
+        defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
+    values = {**defaults, **given}
+    for name in ("stop", "stop_token_ids"):
+        if name in defaults and name in given:
+            values[name] = _as_list(defaults[name]) + _as_list(given[name])
+    return values
 
 
 def field_of(message: str) -> str | None:
@@ -280,9 +283,8 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
         raise bad_request(f"{message}, not {kind!r:.50}", "response_format.type")
     schema = {"type": "object"} if kind == "json_object" else None
     if kind == "json_schema":
-        named = Fields(
-            inner.take("json_schema", dict, default={}), path="response_format.json_schema."
-        )
+        value = inner.take("json_schema", dict, default={})
+        named = Fields(value, path="response_format.json_schema.")
         schema = named.take("schema", dict)
         for name, type_ in {"name": str, "description": str, "strict": bool}.items():
             named.take(name, type_)
@@ -333,11 +335,9 @@ def chat_logprobs(
     """Return `choices[].logprobs` of a chat completion."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        top = _best(entry, num_top)
         own = _chat_token(token_id, entry[token_id], token_bytes)
-        content.append(
-            own | {"top_logprobs": [_chat_token(one, entry[one], token_bytes) for one in top]}
-        )
+        top = [_chat_token(one, entry[one], token_bytes) for one in _best(entry, num_top)]
+        content.append(own | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 

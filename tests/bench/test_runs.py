@@ -13,6 +13,7 @@ from bench.prefill import __main__ as prefill
 from bench.prefill import mla as mla_prompts
 from bench.serving import long_prompt, speculation, start, structured, traces, trainer
 from bench.serving.requests import nano_vllm_trace
+from bench.steps import sampling
 from tests.bench.fakes import by_column, rows
 from tests.support.marks import slow
 
@@ -229,6 +230,18 @@ def test_workload_is_that_of_nano_vllm() -> None:
 
 START = ["--shape", "tiny", "--max-model-len", "24", "--max-num-seqs", "4"]
 START += ["--kv-gib", "0.001", "--max-num-batched-tokens", "16"]
+
+
+@on_a_clock
+@pytest.mark.slow
+def test_ways_to_sample(dry_run) -> None:
+    cases = ["greedy", "temperature", "one row with top_p, others greedy"]
+    sizes = ["--rows", "1", "2", "--vocab", "40", "--iterations", "1"]
+    run, tables = dry_run(sampling, *sizes, "--cases", *cases)
+    assert [(one["num_rows"], one["case"]) for one in run["results"]] == [
+        *((1, case) for case in cases[:2]), *((2, case) for case in cases)
+    ]  # fmt: skip
+    assert {row["over greedy"][0] for row in by_column(tables)} == {"+0.0"}
 
 
 @pytest.mark.slow  # compiles the steps of an engine in two processes

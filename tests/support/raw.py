@@ -29,36 +29,21 @@ def _with_layer(entry: Any) -> Any:
         kv_layout: Any = "HPND",
         **options: Any,
     ) -> Any:
-        layer = pp.LayerKV(k_pages, v_pages, k_scales, v_scales, kv_layout=kv_layout)
         if "implementation" in options:
             options |= by(options["implementation"])
-        return entry(q, layer, *arrays, **options)
+        if entry is not pp.mla_attention:
+            layer = pp.LayerKV(k_pages, v_pages, k_scales, v_scales, kv_layout=kv_layout)
+            return entry(q, layer, *arrays, **options)
+        # q has all elements of K, and V, of which only the size is used, are its first.
+        size = v_pages.shape[-1]
+        layer = pp.LayerKV(k_pages, k_scales=k_scales, kv_layout=kv_layout, v_head_dim=size)
+        return entry(q[..., :size], q[..., size:], layer, *arrays, **options)
 
     del attend.__wrapped__  # its signature is not that of the entry
     return attend
 
 
-def mla_attention(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    *arrays: Any,
-    k_scales: Any = None,
-    v_scales: Any = None,
-    kv_layout: Any = "HPND",
-    **options: Any,
-) -> Any:
-    """`mla_attention` with the arrays of the oracle: q has all elements of K, and V are its first.
-
-    It gives the entry K alone; of V it takes the size.
-    """
-    v_head_dim = v_pages.shape[-1]
-    layer = pp.LayerKV(k_pages, k_scales=k_scales, kv_layout=kv_layout, v_head_dim=v_head_dim)
-    if "implementation" in options:
-        options |= by(options["implementation"])
-    return pp.mla_attention(q[..., :v_head_dim], q[..., v_head_dim:], layer, *arrays, **options)
-
-
 paged_attention = _with_layer(pp.paged_attention)
 ragged_paged_attention = _with_layer(pp.ragged_paged_attention)
 cascade_attention = _with_layer(pp.cascade_attention)
+mla_attention = _with_layer(pp.mla_attention)

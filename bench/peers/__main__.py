@@ -33,7 +33,7 @@ from bench.measuring.measure import best, best_variant, checked, failed, reason,
 from bench.measuring.shapes import SHAPES, TINY, Shape, page_tables, uniform
 from pallas_paged.pages.layout import KVLayout
 
-LAYOUTS: tuple[KVLayout, ...] = ("HPND", "NHD", "HND", "2NHD")  # the default, and those of peers
+LAYOUTS: tuple[KVLayout, ...] = ("NHD", "HND", "2NHD", "HPND")  # the default, others of peers
 NAMES = {
     "ours": "pallas_paged",
     "best_layout": "pallas_paged, best layout",

@@ -19,15 +19,15 @@ from bench.measuring.shapes import Shape, make_case
 NAMES = {"cascade": "cascade_attention", "paged": "paged_attention", "floor": "read only"}
 
 
-def _shared(num_seqs: int, prefix: int, own: int) -> Shape:
-    return Shape(
-        name=f"{num_seqs}x{own} after {prefix} shared 32/8/128/16",
-        seq_lens=(prefix + own,) * num_seqs,
+SHAPES = tuple(
+    Shape(
+        name=f"64x{own} after {prefix} shared 32/8/128/16",
+        seq_lens=(prefix + own,) * 64,
         shared_prefix=prefix,
     )
-
-
-SHAPES = tuple(_shared(64, prefix, own) for prefix in (8192, 32768) for own in (128, 1024))
+    for prefix in (8192, 32768)
+    for own in (128, 1024)
+)
 # Small enough for a CPU; runs only when named.
 TINY = Shape(
     name="tiny",

@@ -15,6 +15,7 @@ What does reading a shared prefix once save? | bench.decode.cascade
 How long does multi-head latent attention take? | bench.decode.mla
 How fast is latent attention in FlashInfer? | bench.peers.mla
 How long do routed experts take? | bench.experts
+How long do the layers between two attentions take? | bench.between_attentions
 How long do prompts, chunks and a few tokens per sequence take? | bench.prefill | .__main__
 How long do prompts of latent attention take, in both of its forms? | bench.prefill.mla
 How fast are libraries outside JAX? | bench.peers | .__main__

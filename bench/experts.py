@@ -28,7 +28,7 @@ from bench.measuring.measure import (
     measure_floor,
     times_of_kernels,
 )
-from bench.measuring.report import kernel_us, number, ratio, table
+from bench.measuring.report import kernel_us, number, progress_of_limits, table_of_limits
 from pallas_paged.experts import fused_experts
 
 NAMES = {
@@ -229,30 +229,16 @@ def measure(shape: ExpertShape, names: Sequence[str], gbps: float | None, iterat
 
 def markdown(run: dict[str, Any]) -> str:
     """The table and the provenance of its numbers."""
-    head = ["shape (experts/k/E/F)", "experts read", "limit us", "by", "kernel us", "wall us"]
-    rows = [[*head, "times the limit", "rel. L2"]]
-    for shape in run["shapes"]:
-        cells = [shape["name"], number(shape["experts_hit"]), number(shape["limit_us"])]
-        for name, result in shape["results"].items():
-            us, wall = kernel_us(result), result.get("wall_us")
-            times = number(us) if result["status"] == "ok" else result["status"].upper()
-            cells += [NAMES[name], times, number(wall["median"] if wall else None)]
-            cells.append(number(ratio(us, shape["limit_us"]), ".2f"))
-            rows.append([*cells, number(result.get("relative_l2"), ".1e")])
-            cells = [""] * 3
+    columns = {
+        "shape (experts/k/E/F)": lambda x: x["name"],
+        "experts read": lambda x: number(x["experts_hit"]),
+    }
     limit = (
         "Limit: reads of the weights of the experts hit at the read ceiling, or dense products of "
         "as many rows, whichever takes longer."
     )
-    return "\n\n".join([table(rows), limit, timing.provenance(run["meta"])])
-
-
-def progress(shape: dict, seconds: float) -> str:
-    """A line about the shape just measured."""
-    times = (f"{name} {number(kernel_us(x))}" for name, x in shape["results"].items())
-    return (
-        f"{shape['name']}: limit {number(shape['limit_us'])}, {', '.join(times)} ({seconds:.0f} s)"
-    )
+    times = table_of_limits(run["shapes"], NAMES, columns)
+    return "\n\n".join([times, limit, timing.provenance(run["meta"])])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -270,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     one = functools.partial(
         measure, names=[*dict.fromkeys(names)], gbps=read_ceiling(run), iterations=args.iterations
     )
-    cli.measure_each(run["shapes"], shapes, one, progress, run, args)
+    cli.measure_each(run["shapes"], shapes, one, progress_of_limits, run, args)
     print(markdown(run))
     return run
 

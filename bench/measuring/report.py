@@ -39,3 +39,34 @@ def table_of(results: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]
     """A Markdown table with a row for each result, of columns by their heads."""
     rows = ([cell(one) for cell in columns.values()] for one in results)
     return table([[*columns], *rows])
+
+
+def table_of_limits(
+    shapes: Iterable[dict], names: Mapping[str, str], columns: Mapping[str, Callable[[dict], str]]
+) -> str:
+    """A Markdown table with a row for each result of each shape, beside the shape's limit.
+
+    Args:
+        shapes: each with `limit_us` and `results` by the keys of `names`.
+        names: who computes, as the table has it.
+        columns: of the shape, by their heads.
+    """
+    head = [*columns, "limit us", "by", "kernel us", "wall us", "times the limit", "rel. L2"]
+    rows = [head]
+    for shape in shapes:
+        cells = [*(cell(shape) for cell in columns.values()), number(shape["limit_us"])]
+        for name, result in shape["results"].items():
+            us, wall = kernel_us(result), result.get("wall_us")
+            times = number(us) if result["status"] == "ok" else result["status"].upper()
+            cells += [names[name], times, number(wall["median"] if wall else None)]
+            cells.append(number(ratio(us, shape["limit_us"]), ".2f"))
+            rows.append([*cells, number(result.get("relative_l2"), ".1e")])
+            cells = [""] * (len(columns) + 1)
+    return table(rows)
+
+
+def progress_of_limits(shape: dict, seconds: float) -> str:
+    """A line about a shape of `table_of_limits`."""
+    times = (f"{name} {number(kernel_us(x))}" for name, x in shape["results"].items())
+    limit = number(shape["limit_us"])
+    return f"{shape['name']}: limit {limit}, {', '.join(times)} ({seconds:.0f} s)"

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from bench import experts
+from bench import between_attentions, experts
 from bench.decode import __main__ as decode
 from bench.decode import cascade, latents, layouts, mla
 from bench.measuring import calls
@@ -264,3 +264,16 @@ def test_trainer(dry_run, exact_products) -> None:
     (score,) = (one for one in run["results"] if one["case"] == "score")
     assert score["max_error"] < 1e-4 and score["num_tokens"] == 22
     assert [row[0] for row in rows(tables)].count("generate after it") == 2
+
+
+@on_a_clock
+def test_layers_between_attentions(dry_run) -> None:
+    run, tables = dry_run(between_attentions, *CALLS, "--rows", "1", "3")
+    tiny = between_attentions.TINY
+    assert [x["name"] for x in run["shapes"]] == [f"tiny {n} rows 256/128/256/384" for n in (1, 3)]
+    for shape in run["shapes"]:
+        assert shape["num_bytes"] == 2 * 128 * (256 + 3 * 256 + 384) == tiny.num_bytes
+        result = shape["results"]["xla"]
+        assert result["status"] == "ok" and result["relative_l2"] < 1e-2
+        assert result["kernel_us"]["median"] == pytest.approx(8 / tiny.num_layers)
+    assert [row["by"] for row in by_column(tables)] == [["XLA"]] * 2

@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
     run()
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from types import SimpleNamespace
@@ -50,9 +50,9 @@ def generate(
         num_devices = 1
     decoder = repeat_kv_heads(decoder, num_devices)
     speculation, draft_params = config.get("speculative_config"), None
-    if isinstance(speculation, dict) and isinstance(draft := speculation.get("model"), Decoder):
+    if isinstance(speculation, Mapping) and isinstance(draft := speculation.get("model"), Decoder):
         drafting, draft_params = engine_draft(repeat_kv_heads(draft, num_devices))
-        config["speculative_config"] = speculation | {"model": drafting}
+        config["speculative_config"] = {**speculation, "model": drafting}
     model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))
     tokens: Any = tokenizer
     if tokenizer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ class ServerConfig:
             values = getattr(self, name)  # not in the message: keys are secret
             if not isinstance(values, tuple) or not all(map(_is_ascii_text, values)):
                 raise ValueError(f"{name} must be a tuple of ASCII texts that are not empty")
+        for host in self.allowed_hosts:
+            if re.search(r":\d*$", host):
+                raise ValueError(f"allowed_hosts has {host!r}, which must be without a port")
         check_flag("allow_priority", self.allow_priority)
         for name, parsers in PARSERS.items():
             if (value := getattr(self, name)) not in parsers:

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -86,7 +87,7 @@ def test_texts_are_encoded_once_and_come_out_as_texts(windowed, tmp_path, monkey
 def test_a_decoder_drafts_for_another_one(windowed):
     draft = tiny_model(replace(WINDOWED, num_layers=1, sliding_windows=(3,)))
     drafts = dict(method="draft_model", model=draft, num_speculative_tokens=2)
-    found = generate(windowed, PROMPTS, speculative_config=drafts)
+    found = generate(windowed, PROMPTS, speculative_config=MappingProxyType(drafts))
     assert tokens_of(found) == tokens_of(generate(windowed, PROMPTS))
 
 

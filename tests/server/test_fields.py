@@ -295,6 +295,8 @@ def test_limits_of_a_server_have_bounds():
             ) as raised:
                 ServerConfig(**{name: bad})
             assert "secret" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"'b:80', which must be without a port"):
+        ServerConfig(allowed_hosts=("a", "[::1]", "b:80"))
     for bad in ({"served_model_name": ""}, {"served_model_name": 5}, {"allow_priority": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ServerConfig(**bad)

@@ -33,7 +33,6 @@ from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, THREADS, WARPGROUP, 
 from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
 from pallas_paged.kernels.mosaic_sm90 import latent_program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
-    HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
     LatentScratch,
@@ -114,11 +113,9 @@ def _types(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Producer(latent_program.Producer):
     def run(self) -> None:
-        scratch, rows, work = self.scratch, self.rows, self.work
-        # 64 rows from the tile's first on; the last ones may be of other sequences.
-        first_row = pl.multiple_of(rows.q_start * rows.group + rows.offset, HEADS_MULTIPLE)
-        for source, to in zip(self.inputs.q, scratch.queries, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(first_row, ROWS)], to, scratch.q_full)
+        scratch, work = self.scratch, self.work
+        for source, to in zip(self.queries, scratch.queries, strict=True):
+            plgpu.copy_gmem_to_smem(source, to, scratch.q_full)
         sent = jnp.minimum(work.lo + _NUM_BYTE_STAGES, work.hi)
         pages = lax.fori_loop(work.lo, sent, self.send, self.pages_of(work.lo))
 

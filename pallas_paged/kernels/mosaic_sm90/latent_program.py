@@ -27,7 +27,12 @@ from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescripto
 from pallas_paged.kernels.mosaic.softmax_state import State, finish
 from pallas_paged.kernels.mosaic_sm80.ops import store_rows as store_partial_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs, store_rows
-from pallas_paged.kernels.mosaic_sm90.latent_scratch import CLUSTER, NUM_CONSUMERS, ROWS
+from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
+    CLUSTER,
+    HEADS_MULTIPLE,
+    NUM_CONSUMERS,
+    ROWS,
+)
 from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
 
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
@@ -122,6 +127,13 @@ class Producer(abc.ABC):
     @abc.abstractmethod
     def run(self) -> None:
         """Send the queries and the blocks of the work item."""
+
+    @property
+    def queries(self) -> list[Any]:
+        """Both parts of the program's 64 rows; the last rows may be of other sequences."""
+        rows = self.rows
+        first = pl.multiple_of(rows.q_start * rows.group + rows.offset, HEADS_MULTIPLE)
+        return [x.at[pl.ds(first, ROWS)] for x in self.inputs.q]
 
     def pages_of(self, block: jax.Array) -> tuple[jax.Array, ...]:
         """Return the pages of a block: one for each of its copies."""

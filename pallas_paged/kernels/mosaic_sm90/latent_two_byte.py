@@ -33,7 +33,6 @@ from pallas_paged.kernels.mosaic_sm80.ops import barrier
 from pallas_paged.kernels.mosaic_sm80.ragged_products import scale_changed_rows
 from pallas_paged.kernels.mosaic_sm90 import latent_program
 from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
-    HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
     LatentScratch,
@@ -107,11 +106,8 @@ def _types(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Producer(latent_program.Producer):
     def run(self) -> None:
-        scratch, rows, work = self.scratch, self.rows, self.work
-        # 64 rows from the tile's first on; the last ones may be of other sequences.
-        first_row = pl.multiple_of(rows.q_start * rows.group + rows.offset, HEADS_MULTIPLE)
-        q, q_pe = (x.at[pl.ds(first_row, ROWS)] for x in self.inputs.q)
-        nope, pe = scratch.queries
+        scratch, work = self.scratch, self.work
+        (q, q_pe), (nope, pe) = self.queries, scratch.queries
         half = nope.shape[2]
         for i in range(NUM_CONSUMERS):
             source = q.at[:, pl.ds(i * half, half)]
@@ -180,18 +176,18 @@ class _Consumer(latent_program.Consumer):
         def add_block_of_other(block, state):
             _, l_i, acc = state
             m_i, factors = self.of_other()
-            acc, _ = self.add_values(work, block, 1 - wg, acc, factors)
+            (acc,) = self.add_values(work, block, 1 - wg, acc, factors)
             return m_i, l_i * factors, acc
 
-        def add_own_block(block, state, beside=None):
+        def add_own_block(block, state, beside=tuple):
             m_i, l_i, acc = state
             m_i, l_i, alpha, p = softmax(block, self.multiply_qk(block), m_i, l_i)
-            acc, _ = self.add_values(work, block, wg, acc, alpha, p, beside)
+            (acc,) = self.add_values(work, block, wg, acc, alpha, p, beside)
             return m_i, l_i, acc
 
-        def wait_for_other(carry=()):
+        def wait_for_other():
             plgpu.barrier_wait(scratch.p_full.at[1 - wg])
-            return carry
+            return ()
 
         def two_blocks_of_0(i, state):
             block = work.lo + 2 * i
@@ -203,19 +199,17 @@ class _Consumer(latent_program.Consumer):
             s = self.multiply_qk(block)
             wait_for_other()
             m_i, factors = self.of_other()
-            p = jnp.zeros(s.shape, scratch.k_pe.dtype)
-            if not self.interpret:
-                p = plgpu.layout_cast(p, ops.WGMMA)
-            acc, (m_i, l_i, alpha, p) = self.add_values(
+            p = ops.full(s.shape, 0, ops.WGMMA, scratch.k_pe.dtype)
+            acc, m_i, l_i, alpha, p = self.add_values(
                 work,
                 block - 1,
                 0,
                 acc,
                 factors,
-                beside=lambda carry: softmax(block, s, *carry[:2]),
+                beside=lambda m_i, l_i, *_: softmax(block, s, m_i, l_i),
                 carry=(m_i, l_i * factors, factors, p),
             )
-            acc, _ = self.add_values(work, block, 1, acc, alpha, p)
+            (acc,) = self.add_values(work, block, 1, acc, alpha, p)
             return m_i, l_i, acc
 
         def add_last(state):
@@ -261,15 +255,15 @@ class _Consumer(latent_program.Consumer):
         acc: jax.Array,
         factors: jax.Array,
         p: jax.Array | None = None,
-        beside: Callable[[Any], Any] | None = None,
-        carry: Any = (),
-    ) -> tuple[jax.Array, Any]:
-        """Return the sums after a block, and `beside(carry)`, which runs meanwhile.
+        beside: Callable[..., tuple[jax.Array, ...]] = tuple,
+        carry: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, ...]:
+        """Return the sums after a block, and behind them `beside(*carry)`, which runs meanwhile.
 
         Args:
             factors: of the sums before.
             p: the probabilities; None: those of the other consumer, in shared memory.
-            beside: function that returns arrays like those of the carry, or None.
+            beside: function that returns arrays like those of the carry.
         """
         scratch, at = self.scratch, NUM_CONSUMERS * stage + self.wg
         acc = scale_changed_rows(acc, factors, interpret=self.interpret)
@@ -278,26 +272,22 @@ class _Consumer(latent_program.Consumer):
         pl.when(has_unreadable)(lambda: self.zero_unreadable(work, first, scratch.k.at[at]))
         zero = self.zero(block)
         left, v = scratch.k_pe.at[stage + zero] if p is None else p, scratch.k.at[at + zero]
-        leaves, structure = jax.tree.flatten(carry)
-
-        def run_beside(leaves):
-            return jax.tree.leaves(beside(jax.tree.unflatten(structure, leaves))) if beside else []
-
         if self.interpret:
-            acc, leaves = ops.wgmma_accumulate(acc, left, v, interpret=True), run_beside(leaves)
+            acc = ops.wgmma_accumulate(acc, left, v, interpret=True)
+            results = (acc, *beside(*carry))
         else:
 
             def multiply(refs):
-                acc_ref, *leaf_refs = refs
+                acc_ref, *others = refs
                 plgpu.wgmma(acc_ref, left, v)
-                for ref, x in zip(leaf_refs, run_beside([x[...] for x in leaf_refs]), strict=True):
+                for ref, x in zip(others, beside(*(ref[...] for ref in others)), strict=True):
                     ref[...] = x
 
-            acc, *leaves = pl.run_state(multiply)((plgpu.ACC.init(acc), *leaves))
+            results = pl.run_state(multiply)((plgpu.ACC.init(acc), *carry))
         plgpu.barrier_arrive(scratch.k_free.at[at])
         if stage != self.wg:  # the owner's probabilities are in its registers
             plgpu.barrier_arrive(scratch.pe_free.at[stage])
-        return acc, jax.tree.unflatten(structure, leaves)
+        return results
 
     def zero_unreadable(self, work: WorkDescriptor, first: jax.Array, v: Any) -> None:
         """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN.

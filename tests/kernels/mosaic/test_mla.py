@@ -339,6 +339,8 @@ def test_heads_are_divided_only_into_full_tiles():
         (dict(num_q_heads=16), "tiles of 64 rows"),
         (dict(num_q_heads=16, kernel="ragged", num_tokens=32), None),
         (dict(page_size=4), "page_size of at least 8, not 4"),
+        # TMA can't halve a page of 8 tokens for the two programs of a cluster.
+        (dict(num_q_heads=65, page_size=8), "page_size of at least 16, not 8"),
         (dict(head_dim=256), r"latents of \(512, 64\) elements, not \(256, 64\)"),
     ],
     ids=str,

@@ -35,6 +35,7 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
+    ScratchShape,
 )
 from pallas_paged.kernels.mosaic_sm90.latent_two_byte import TWO_BYTE
 from pallas_paged.kernels.ragged_plan import PlanShape
@@ -103,7 +104,7 @@ def mla_attention(
     partials = (1, shape.num_partials, block_q)
     num_rows = num_tokens * num_q_heads
     outputs = RaggedOutputs.types((num_rows, head_dim), partials, arrays.q.dtype, with_lse=with_lse)
-    scratch = form.types(
+    scratch_shape = ScratchShape(
         head_dim=head_dim,
         rope_dim=arrays.rope_dim,
         page_size=arrays.page_size,
@@ -129,7 +130,7 @@ def mla_attention(
         body,
         inputs,
         outputs,
-        scratch,
+        form.types(scratch_shape),
         name="mla_attention",
         params=COMPILER_PARAMS,
         interpret=interpret,

@@ -36,8 +36,7 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     NUM_CONSUMERS,
     ROWS,
     LatentScratch,
-    cluster_barrier,
-    types_of_both,
+    ScratchShape,
 )
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import pair_ptx
 from pallas_paged.pages.layout import K
@@ -75,38 +74,24 @@ class _Scratch(LatentScratch):
     bytes_free: Any
 
 
-def _types(
-    *,
-    head_dim: int,
-    rope_dim: int,
-    page_size: int,
-    dtype: Any,
-    kv_dtype: Any,
-    cluster_size: int,
-    interpret: bool,
-) -> _Scratch:
+def _types(shape: ScratchShape) -> _Scratch:
+    dtype, head_dim, rope_dim = shape.dtype, shape.head_dim, shape.rope_dim
+
     def memory(shape, dtype):
         return plgpu.SMEM(shape, dtype, transforms=ops.swizzled_rows(dtype, _SWIZZLE))
 
-    both = types_of_both(
-        [memory((ROWS, dim), dtype) for dim in (head_dim, rope_dim)],
-        num_copies=2,
-        head_dim=head_dim,
-        dtype=dtype,
-        cluster_size=cluster_size,
-        interpret=interpret,
-    )
-    num_copies = max(_BLOCK_K // page_size, 1)
+    q = [memory((ROWS, dim), dtype) for dim in (head_dim, rope_dim)]
+    num_copies = max(_BLOCK_K // shape.page_size, 1)
     return _Scratch(
-        **both,
+        **shape.types_of_both(q, num_copies=len(q)),
         k=memory((_NUM_STAGES, _BLOCK_K, head_dim + rope_dim), dtype),
         p=[memory((ROWS, _BLOCK_K), dtype) for _ in range(NUM_CONSUMERS)],
-        bytes=memory((_NUM_BYTE_STAGES, _BLOCK_K, head_dim + rope_dim), kv_dtype),
+        bytes=memory((_NUM_BYTE_STAGES, _BLOCK_K, head_dim + rope_dim), shape.kv_dtype),
         scales=plgpu.SMEM((_NUM_STAGES, _BLOCK_K), jnp.float32),
         k_full=plgpu.Barrier(num_barriers=_NUM_STAGES),
         k_free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=_NUM_STAGES),
         bytes_full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=_NUM_BYTE_STAGES),
-        bytes_free=cluster_barrier(cluster_size, interpret)(num_barriers=_NUM_BYTE_STAGES),
+        bytes_free=shape.cluster_barrier(num_barriers=_NUM_BYTE_STAGES),
     )
 
 

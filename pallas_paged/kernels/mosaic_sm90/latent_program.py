@@ -32,6 +32,7 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     HEADS_MULTIPLE,
     NUM_CONSUMERS,
     ROWS,
+    ScratchShape,
 )
 from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
 
@@ -51,7 +52,7 @@ class Form(NamedTuple):
 
     block_k: int
     registers: tuple[int, int]
-    types: Callable[..., Any]
+    types: Callable[[ScratchShape], Any]
     producer: type[Producer]
     consumer: type[Consumer]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -70,37 +71,47 @@ class LatentScratch:
         return None if self.cluster_done is None else CLUSTER
 
 
-def types_of_both(
-    q: list[Any], *, num_copies: int, head_dim: int, dtype: Any, cluster_size: int, interpret: bool
-) -> dict[str, Any]:
-    """Return the types of the fields of `LatentScratch`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScratchShape:
+    """What the types of a `LatentScratch` depend on: of the call, and programs of a cluster."""
 
-    Args:
-        q: types of the queries.
-        num_copies: by which they come.
-    """
-    width = padded(head_dim // NUM_CONSUMERS, dtype)
-    results = [plgpu.SMEM((ROWS, width), dtype) for _ in range(NUM_CONSUMERS)]
-    queries: Any = q
-    ending: Any = [results, plgpu.SMEM((NUM_CONSUMERS, ROWS), jnp.int32)]
-    if not interpret:  # to the interpreter's search for races a union is one buffer
-        queries, ending = plgpu.RefUnion(q, ending), None
-    done = None
-    if cluster_size > 1 and not interpret:
-        done = cluster_barrier(cluster_size, interpret)(num_arrivals=NUM_CONSUMERS)
-    return dict(
-        q=queries,
-        ending=ending,
-        of_rows=plgpu.SMEM((2, NUM_CONSUMERS, ROWS), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=num_copies),
-        p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-        cluster_done=done,
-        meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
-    )
+    head_dim: int
+    rope_dim: int
+    page_size: int
+    dtype: Any
+    kv_dtype: Any
+    cluster_size: int
+    interpret: bool
 
+    @property
+    def cluster_barrier(self) -> Any:
+        """The type of a barrier at which all programs of a cluster arrive."""
+        if self.cluster_size > 1 and not self.interpret:
+            return functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
+        return plgpu.Barrier
 
-def cluster_barrier(cluster_size: int, interpret: bool) -> Any:
-    """Return the type of a barrier at which all programs of a cluster arrive."""
-    if cluster_size > 1 and not interpret:
-        return functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
-    return plgpu.Barrier
+    def types_of_both(self, q: list[Any], *, num_copies: int) -> dict[str, Any]:
+        """Return the types of the fields of `LatentScratch`.
+
+        Args:
+            q: types of the queries.
+            num_copies: by which they come.
+        """
+        width = padded(self.head_dim // NUM_CONSUMERS, self.dtype)
+        results = [plgpu.SMEM((ROWS, width), self.dtype) for _ in range(NUM_CONSUMERS)]
+        queries: Any = q
+        ending: Any = [results, plgpu.SMEM((NUM_CONSUMERS, ROWS), jnp.int32)]
+        if not self.interpret:  # to the interpreter's search for races a union is one buffer
+            queries, ending = plgpu.RefUnion(q, ending), None
+        done = None
+        if self.cluster_size > 1 and not self.interpret:
+            done = self.cluster_barrier(num_arrivals=NUM_CONSUMERS)
+        return dict(
+            q=queries,
+            ending=ending,
+            of_rows=plgpu.SMEM((2, NUM_CONSUMERS, ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=num_copies),
+            p_full=plgpu.Barrier(num_barriers=NUM_CONSUMERS),
+            cluster_done=done,
+            meeting=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        )

@@ -36,8 +36,7 @@ from pallas_paged.kernels.mosaic_sm90.latent_scratch import (
     NUM_CONSUMERS,
     ROWS,
     LatentScratch,
-    cluster_barrier,
-    types_of_both,
+    ScratchShape,
 )
 from pallas_paged.pages.layout import K
 
@@ -66,36 +65,20 @@ class _Scratch(LatentScratch):
     pe_free: Any
 
 
-def _types(
-    *,
-    head_dim: int,
-    rope_dim: int,
-    page_size: int,
-    dtype: Any,
-    kv_dtype: Any,
-    cluster_size: int,
-    interpret: bool,
-) -> _Scratch:
-    del kv_dtype
+def _types(shape: ScratchShape) -> _Scratch:
+    dtype = shape.dtype
     memory = functools.partial(
         plgpu.SMEM, dtype=dtype, transforms=ops.swizzled_rows(dtype, _SWIZZLE)
     )
-    half = head_dim // NUM_CONSUMERS
-    both = types_of_both(
-        [memory((NUM_CONSUMERS, ROWS, half)), memory((1, ROWS, rope_dim))],
-        num_copies=NUM_CONSUMERS + 1,
-        head_dim=head_dim,
-        dtype=dtype,
-        cluster_size=cluster_size,
-        interpret=interpret,
-    )
-    full = functools.partial(plgpu.Barrier, num_arrivals=max(_BLOCK_K // page_size, 1))
-    free = cluster_barrier(cluster_size, interpret)
+    half = shape.head_dim // NUM_CONSUMERS
+    q = [memory((NUM_CONSUMERS, ROWS, half)), memory((1, ROWS, shape.rope_dim))]
+    full = functools.partial(plgpu.Barrier, num_arrivals=max(_BLOCK_K // shape.page_size, 1))
+    free = shape.cluster_barrier
     num_halves = _NUM_STAGES * NUM_CONSUMERS
     return _Scratch(
-        **both,
+        **shape.types_of_both(q, num_copies=NUM_CONSUMERS + 1),
         k=memory((num_halves, _BLOCK_K, half)),
-        k_pe=memory((_NUM_STAGES, _BLOCK_K, rope_dim)),
+        k_pe=memory((_NUM_STAGES, _BLOCK_K, shape.rope_dim)),
         k_full=full(num_barriers=num_halves),
         pe_full=full(num_barriers=_NUM_STAGES),
         k_free=free(num_barriers=num_halves),

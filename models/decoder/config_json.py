@@ -141,11 +141,13 @@ def _read_rope(keys: Keys, family: Family) -> Fields:
     check_integer("max_position_embeddings", max_positions, 1)
     how: Any = dict(partial=family.partial_rotary, rope_types=family.rope_types)
     window_theta = keys.get("rope_local_base_freq")
-    nested = keys.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
+    nested = keys.get("rope_parameters")
+    if nested is None:
+        nested = family.defaults.get("rope_parameters")
     has_windows = family.windows == "pattern"
     if has_windows and isinstance(nested, Mapping) and nested.keys() & set(_LAYER_TYPES):
-        keys = {**keys, "rope_parameters": nested.get("full_attention")}
         window_rope = nested.get("sliding_attention") or {}
+        nested = nested.get("full_attention")
         given = {"rope_theta": window_theta or keys.get("rope_theta", 1e4)}
         window_theta, scaling, _ = read_rope(
             {**given, "rope_parameters": window_rope}, max_positions
@@ -153,7 +155,7 @@ def _read_rope(keys: Keys, family: Family) -> Fields:
         if scaling is not None:
             rope_type = scaling.rope_type
             raise ValueError(f"{rope_type=} of sliding_attention is not supported: 'default' is")
-    theta, scaling, factor = read_rope(keys, max_positions, **how)
+    theta, scaling, factor = read_rope({**keys, "rope_parameters": nested}, max_positions, **how)
     if isinstance(scaling, YarnRopeScaling):
         # Files have the length with the scaling or, where a reader added it, without.
         original = scaling.original_max_position_embeddings

@@ -183,6 +183,7 @@ def test_gpt_oss_has_the_published_yarn_where_a_file_has_none():
     assert not config.rope_scaling.truncate and config.rope_theta == 150000
     assert config.max_position_embeddings == 131072 and config.o_bias and config.sinks
     assert config.experts.swiglu_limit == 7.0 and config.experts.n_routed_experts == 128
+    assert read("GptOss", rope_parameters=None) == config
 
 
 def test_gemma_scales_as_published():

@@ -175,7 +175,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def _read_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Windows of the layers: from "layer_types" if it is given, else the family's rule."""
     window, layer_types = keys["sliding_window"], keys["layer_types"]
-    if not keys.get("use_sliding_window", True):
+    if "use_sliding_window" in family.defaults and not keys["use_sliding_window"]:
         window = None
     if family.windows is None or (layer_types is None and window is None):
         return ()

@@ -71,7 +71,7 @@ def test_phi_rotates_a_part_of_each_head_and_has_names_of_its_own_for_longrope()
         ("GptOss", {}, (128, None, 128, None)),
         ("Mixtral", {}, ()),
         ("Mixtral", dict(sliding_window=8), (8,) * 4),
-        ("Phi3", dict(sliding_window=2047), (2047,) * 4),
+        ("Phi3", dict(sliding_window=2047, use_sliding_window=False), (2047,) * 4),
         ("Olmo2", dict(sliding_window=8), ()),
     ],
 )

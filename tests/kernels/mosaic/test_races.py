@@ -70,6 +70,22 @@ ragged = partial(attend, raw.ragged_paged_attention, config=CONFIG)
 cascade = partial(attend, raw.cascade_attention)
 
 
+# Both stages are used again, and the last block has no other beside it.
+LATENTS = mosaic_case(
+    seq_lens=(310, 0, 70), num_q_heads=24, num_kv_heads=1, head_dim=512 + 64, pages_per_seq=20
+)
+
+
+def latents(kv_dtype=None):
+    made = (
+        LATENTS.make() if kv_dtype is None else Quantized(case=LATENTS, kv_dtype=kv_dtype).make()[0]
+    )
+    q, pages, v, tables, lens, *scales = made
+    how = dict(sm_scale=0.1, return_lse=True, implementation="mosaic_sm90_interpret")
+    how |= dict(zip(["k_scales"], scales, strict=False))
+    return raw.mla_attention(q, pages, v[..., :512], tables, lens, **how)
+
+
 def gradient_of_groups():
     """Groups with one block and more, two programs, and each stage of the ring more than once."""
     x, d_out = (experts_oracle.draw(i, 400, n, dtype="bfloat16") for i, n in ((1, 64), (2, 384)))
@@ -97,6 +113,8 @@ MORE = {  # what the others run too
     ),
     "ragged of fp8": partial(ragged, FP8),
     "cascade": partial(cascade, PREFIXES),
+    "latents": latents,
+    "latents of fp8": partial(latents, "float8_e4m3fn"),
     "experts of few tokens": partial(experts, 9),
     "experts of sorted tokens": partial(experts, 150),
     "gradient of groups": gradient_of_groups,

@@ -43,8 +43,9 @@ RoutedMLP = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderBatchConfig
 
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
-# what was measured on an H200: Llamas of 1B, 3B and 8B, Qwen3 of 0.6B to 32B, Qwen2.5-7B, Phi-4,
-# and, with experts, Qwen3-30B-A3B and gpt-oss-20b. bench/notes/decoder.md has the times.
+# what was measured on an H200: Llamas of 1B, 3B and 8B, Qwen3 of 0.6B, 1.7B, 4B, 14B and 32B,
+# Qwen2.5-7B, Phi-4, and, with experts, Qwen3-30B-A3B and gpt-oss-20b. bench/notes/decoder.md has
+# the times.
 _FASTER = (
     (range(2048, 5121), range(1, 2)),
     (range(1024, 4097), range(2, 129)),

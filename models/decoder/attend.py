@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import pallas_paged as pp
 from models.decoder.rotary import Rotation
+from pallas_paged.decoder.peers import Peers
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
@@ -82,6 +83,10 @@ class LatentAttend(Attend, Protocol):
 @runtime_checkable
 class ParallelAttend(Attend, Protocol):
     """An `Attend` that knows the devices of a mesh and adds up over them: the engine's."""
+
+    @property
+    def peers(self) -> Peers | None:
+        """The devices; None: there is one."""
 
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         """table[token_ids], where each device has a part of the rows."""

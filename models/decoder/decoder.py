@@ -104,7 +104,7 @@ class DecoderLayer(nnx.Module):
             self._weights(out_norm, qkv_proj),
             eps=out_norm.eps,
             dropout=None if dropout is identity else dropout,
-            row_linear_norm=attend.row_linear_norm if isinstance(attend, ParallelAttend) else None,
+            peers=attend.peers if isinstance(attend, ParallelAttend) else None,
             **how,
         )
         return out, residual, cache, routed

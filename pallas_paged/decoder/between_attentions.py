@@ -9,38 +9,28 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from pallas_paged.checks import check_implementation, check_interpret, default_promotion, pytree
-from pallas_paged.decoder.kernels.batch_config import (
-    BLOCKS_PER_STAGE,
-    COLUMNS_PER_BLOCK,
-    GROUP_ROWS,
-    MAX_ROWS,
-    DecoderBatchConfig,
-    clusters_at_once,
-    decoder_batch_config,
+from pallas_paged.decoder.block_call import (
+    Config,
+    find_config,
+    mailboxes_of,
+    run,
+    run_on_devices,
 )
+from pallas_paged.decoder.kernels.batch_config import DecoderBatchConfig
 from pallas_paged.decoder.kernels.operands import BlockWeights, Routing
+from pallas_paged.decoder.peers import Peers, row_linear_norm
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.device import Device
-from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm90 import support
-from pallas_paged.kernels.mosaic_sm90.config import (
-    LINEAR_TILE,
-    DecoderBlockConfig,
-    decoder_block_config,
-)
+from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE
 
 __all__ = ["BlockWeights", "Residual", "Routing", "between_attentions"]
 
 BlockImplementation = Literal["mosaic_sm90", "xla"]
-RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 RoutedMLP = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-Config = DecoderBlockConfig | DecoderBatchConfig
 
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
 # what was measured on an H200: Llamas of 1B, 3B and 8B, Qwen3 of 0.6B, 1.7B, 4B, 14B and 32B,
@@ -77,7 +67,7 @@ def between_attentions(
     *,
     eps: float,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
-    row_linear_norm: RowLinearNorm | None = None,
+    peers: Peers | None = None,
     mlp: RoutedMLP | None = None,
     routing: Routing | None = None,
     implementation: BlockImplementation | None = None,
@@ -106,9 +96,9 @@ def between_attentions(
         weights: the weights of the two layers.
         eps: epsilon of the norms.
         dropout: applied to each branch before its sum, for training; None: nothing.
-        row_linear_norm: function of `(x, weight, residual, norm, eps)` that returns
-            `residual + x @ weight.T` and its norm where the columns of `o` and `down` are sharded,
-            as the engine's `Attend` does. Not used with dropout.
+        peers: devices that share the columns of `attended`, `o` and `down` and the rows of
+            `gate_up` and `qkv`, as the engine's `Attend` has them; the kernel adds up over them,
+            without gradients. Not used with dropout.
         mlp: function of the norm `[..., E]`, in place of SwiGLU and `down`, that returns what its
             experts add to the residual and their indices i32`[..., k]`.
         routing: how `mlp` chooses experts, where it is
@@ -133,36 +123,43 @@ def between_attentions(
     check_implementation(implementation, get_args(BlockImplementation))
     check_interpret(interpret, implementation)
     if _is_faster(residual.x.shape) if implementation is None else implementation != "xla":
-        config, reason = _config(
-            attended, residual.x, weights, dropout, routing, interpret=interpret
+        config, reason = find_config(
+            attended, residual.x, weights, dropout, routing, peers, interpret=interpret
         )
         if config is not None:
             given: jax.Array | DecodeStates
             if not isinstance(attended, UnmergedAttention):
                 given = attended
-            elif isinstance(config, DecoderBatchConfig) or (
-                attended.states.head_dim % LINEAR_TILE  # the kernel merges tiles of one head
+            elif (
+                peers is not None
+                or isinstance(config, DecoderBatchConfig)
+                or (
+                    attended.states.head_dim % LINEAR_TILE  # the kernel merges tiles of one head
+                )
             ):
                 given = attended.merged()
             else:
                 given = attended.states
-            mailboxes = _mailboxes(residual, config, weights)
-            x, out, experts, mailboxes = _kernel(
-                config, eps, routing, interpret, given, residual.x, weights, mailboxes
-            )
+            num_devices = 1 if peers is None else peers.mesh.size
+            mailboxes = mailboxes_of(residual.mailboxes, config, weights, num_devices)
+            arrays = given, residual.x, weights, mailboxes
+            if peers is None:
+                x, out, experts, mailboxes = _kernel(config, eps, routing, interpret, *arrays)
+            else:
+                x, out, experts, mailboxes = run_on_devices(peers, config, eps, *arrays)
             return dataclasses.replace(residual, x=x, mailboxes=mailboxes), out, experts
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
     if isinstance(attended, UnmergedAttention):
         attended = attended.merged()
-    x, out, experts = _steps(eps, dropout, row_linear_norm, mlp, attended, residual.x, weights)
+    x, out, experts = _steps(eps, dropout, peers, mlp, attended, residual.x, weights)
     return dataclasses.replace(residual, x=x), out, experts
 
 
 def _steps(
     eps: float,
     dropout: Callable[[jax.Array], jax.Array] | None,
-    row_linear_norm: RowLinearNorm | None,
+    peers: Peers | None,
     mlp: RoutedMLP | None,
     attended: jax.Array,
     x: jax.Array,
@@ -175,8 +172,8 @@ def _steps(
     def multiply_and_add(
         x: jax.Array, weight: jax.Array, bias: Any, residual: jax.Array, norm: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        if row_linear_norm is not None and dropout is None:
-            return row_linear_norm(x, weight, _add_bias(residual, bias), norm, eps)
+        if peers is not None and dropout is None:
+            return row_linear_norm(x, weight, _add_bias(residual, bias), norm, eps, peers)
         return add(_add_bias(x @ weight.T, bias), residual, norm)
 
     x, normed = multiply_and_add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
@@ -239,77 +236,6 @@ def _is_faster(shape: tuple[int, ...]) -> bool:
     return any(size in sizes and num_rows in rows for sizes, rows in _FASTER)
 
 
-def _config(
-    attended: jax.Array | UnmergedAttention,
-    x: jax.Array,
-    weights: BlockWeights,
-    dropout: Any,
-    routing: Routing | None,
-    *,
-    interpret: bool,
-) -> tuple[Config | None, str | None]:
-    """Return the config of the kernel, or None and the reason why it can't do a call."""
-    arrays = x, *jax.tree.leaves(weights)
-    dtypes = sorted({array.dtype.name for array in (attended, *arrays)})
-    if dtypes not in (["bfloat16"], ["float16"]):
-        return None, f"needs one dtype for all arrays, bfloat16 or float16, not {', '.join(dtypes)}"
-    if not 1 <= (num_rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
-        return None, f"needs 1 to {MAX_ROWS} rows, not {num_rows}"
-    if num_rows > 1 and dtypes != ["bfloat16"]:
-        # The norm divides the row after its product, which could overflow in f16.
-        return None, f"needs bfloat16 for {num_rows} rows, not float16"
-    if dropout is not None or (num_rows > 1 and weights.has_bias):
-        return None, "has no dropout, and biases for one row only"
-    if weights.router is not None and (
-        routing is None or num_rows > 1 or not isinstance(attended, UnmergedAttention)
-    ):
-        return None, "has experts for partial states of one row and with a routing only"
-    if not isinstance(attended, UnmergedAttention):
-        arrays += (attended,)
-    if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
-        return None, "needs arrays on one device"
-    device = Device.here()
-    sizes: Any = weights.sizes
-    config: Config | None
-    if num_rows == 1:
-        if weights.router is not None and routing is not None:
-            k = routing.num_experts_per_tok
-            sizes |= dict(num_experts=len(weights.router), experts_per_token=k)
-        num_programs = 1 if interpret else device.num_sms
-        config = decoder_block_config(**sizes, num_programs=num_programs)
-        multiples = "64 (E, F and N), 256 (A) and 8 (experts)"
-    else:
-        clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
-        sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
-        config = decoder_batch_config(**sizes, num_rows=_padded(num_rows))
-        multiples = f"{BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * clusters[1]} (A, E and F) and 8 (N)"
-    if config is None:
-        return None, f"needs sizes that are multiples of {multiples}, and fit"
-    reason = mosaic_support.why_not_jax() or (None if interpret else support.why_not_device(device))
-    if reason is not None:
-        return None, reason
-    return config, None
-
-
-def _padded(num_rows: int) -> int:
-    multiple = 8 if num_rows <= GROUP_ROWS else 16  # of two parts
-    return -(-num_rows // multiple) * multiple
-
-
-def _mailboxes(
-    residual: Residual, config: Config, weights: BlockWeights
-) -> tuple[jax.Array, jax.Array]:
-    """Return those that the call before left, or new ones where it had other sizes."""
-    from pallas_paged.decoder.kernels import batch_refs, one_row_refs
-
-    make: Callable[[], tuple[jax.Array, jax.Array]] = batch_refs.new_counters
-    if isinstance(config, DecoderBlockConfig):
-        make = functools.partial(one_row_refs.new_mailboxes, config, weights)
-    given = residual.mailboxes
-    fit = given is not None and given[0].shape == jax.eval_shape(make)[0].shape
-    return given if given is not None and fit else make()
-
-
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _kernel(
@@ -322,33 +248,9 @@ def _kernel(
     weights: BlockWeights,
     mailboxes: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, jax.Array]]:
-    from pallas_paged.decoder.kernels import batch, one_row
-
-    run: Any = functools.partial(one_row.between_attentions, routing=routing)
-    num_rows = padded = math.prod(x.shape[:-1])
-    if isinstance(config, DecoderBatchConfig):
-        run, padded = batch.between_attentions, _padded(num_rows)
-
-    def matrix(rows: jax.Array) -> jax.Array:
-        rows = rows.reshape(num_rows, -1)
-        return rows if padded == num_rows else jnp.pad(rows, ((0, padded - num_rows), (0, 0)))
-
     @custom_vmap
     def call(attended: Any, x: jax.Array, weights: BlockWeights, mailboxes: Any) -> Any:
-        with jax.enable_x64(False):
-            new_x, out, *experts, mailboxes = run(
-                attended if isinstance(attended, DecodeStates) else matrix(attended),
-                matrix(x),
-                mailboxes,
-                weights,
-                eps=eps,
-                config=config,
-                interpret=interpret,
-            )
-        new_x, out, *experts = (
-            rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out, *experts)
-        )
-        return new_x, out, *(experts or [None]), mailboxes
+        return run(config, eps, routing, interpret, attended, x, weights, mailboxes)
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:

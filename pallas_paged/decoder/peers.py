@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_paged.checks import pytree
+from pallas_paged.decoder.kernels.peer_memory import memory_bytes
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
@@ -53,16 +54,23 @@ class Peers:
     def axis(self) -> str:
         return self.mesh.axis_names[0]
 
-    def run(self, local: Callable[..., Any], specs: Sequence[Any], *arrays: Any) -> Any:
+    def run(
+        self,
+        local: Callable[..., Any],
+        specs: Sequence[Any],
+        *arrays: Any,
+        out_specs: Any = None,
+    ) -> Any:
         """Run `local` on each device's part of arrays, after its `DevicePeers`.
 
         Two sums must not run at the same time: each sum of a program must depend on the sums
         before it, as in layers that follow one another.
 
         Args:
-            local: the function; its results must be replicated.
+            local: the function.
             specs: the sharding of each array.
             arrays: arrays or pytrees of them.
+            out_specs: the sharding of the results; None: they are replicated.
         """
         sharded = PartitionSpec(self.axis)
 
@@ -75,7 +83,7 @@ class Peers:
             body,
             mesh=self.mesh,
             in_specs=(sharded, sharded, *specs),
-            out_specs=PartitionSpec(),
+            out_specs=PartitionSpec() if out_specs is None else out_specs,
             check_vma=False,  # which can't know that sums are replicated
         )
         return run(self.addresses, self.memory, *arrays)
@@ -173,9 +181,7 @@ def create_peers(mesh: Mesh) -> Peers:
     """Return the memory for sums over a mesh of one axis; its capacity is 0 without a kernel."""
     size, capacity, num_bytes = mesh.size, 0, 4
     if _why_no_kernel(mesh) is None:
-        from pallas_paged.decoder.kernels.all_reduce import memory_bytes
-
-        capacity = _MAX_BYTES // (size - 1)
+        capacity = _MAX_BYTES // (size - 1) // 128 * 128
         num_bytes = memory_bytes(size, capacity)
     sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
     shape = size, num_bytes // 4

@@ -10,6 +10,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_paged.checks import check_has, check_integer
+from pallas_paged.decoder.peers import Peers
 from pallas_paged.pages.layer import LayerKV
 
 
@@ -145,6 +146,10 @@ class Attend(Protocol):
     """
 
     is_token: jax.Array
+
+    @property
+    def peers(self) -> Peers | None:
+        """The devices of the axis "tensor", for `between_attentions`; None: there is one."""
 
     @property
     def routed_experts(self) -> jax.Array | None:

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged.decoder.kernels.all_reduce import all_reduce, memory_bytes
+from pallas_paged.decoder.kernels.all_reduce import all_reduce
+from pallas_paged.decoder.kernels.peer_memory import memory_bytes
 from pallas_paged.decoder.peers import Peers, row_linear_norm
 from tests.support.devices import H200
 
@@ -60,9 +61,9 @@ def test_it_is_one_kernel_and_no_collective_or_sum_of_xla(arrays, num_devices):
     assert not re.search(r"all_reduce\"|all_gather\"|collective_permute|stablehlo.reduce", text)
 
 
-def test_memory_holds_the_packets_of_two_calls_from_each_device():
+def test_memory_holds_two_sums_from_each_device_as_packets_and_as_words():
     one = memory_bytes(2, 8192) - memory_bytes(2, 0)
-    assert one == 2 * 2 * 8192 * 2  # packets are twice as large as their data
+    assert one == 2 * 2 * 8192 * 3  # packets are twice as large as their data
     assert memory_bytes(8, 8192) - memory_bytes(8, 0) == 4 * one
 
 

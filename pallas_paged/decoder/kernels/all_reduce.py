@@ -3,10 +3,7 @@
 Each device writes its array into the memory of all others, over NVLink, and adds up what the others
 wrote into its own. That is one message in each direction. Arrays are sent in packets of 16 bytes, 8
 of data and 8 with the number of the call, so that no message waits for another (NCCL's protocol
-"LL"). The memory of a device is
-
-    u32[REDUCE_ROWS]               calls so far; a copy for each program
-    packets[2, devices, capacity]  of calls with even and with odd numbers, by sender
+"LL"). `peer_memory` has the memory of a device.
 
 Packets of a call are overwritten two calls later. A device gets there only after it has received
 all packets of the call in between, and so after all devices have ended the call before that.
@@ -28,24 +25,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.decoder.kernels.peer_memory import (
+    DATA_BYTES,
+    HEADER_BYTES,
+    MAX_POLLS,
+    PACKET_BYTES,
+    packets_bytes,
+)
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic_sm90.config import REDUCE_ROWS
 
-_DATA_BYTES = 8  # of a packet
-_PACKET_BYTES = 16
-_HEADER_BYTES = 4 * REDUCE_ROWS
 _MAX_WARPGROUPS = 4  # of a program
 _MAX_PACKETS = 8  # that a thread waits for at once
-_MAX_POLLS = 1 << 27  # more than a minute
-
-
-def memory_bytes(num_devices: int, num_bytes: int) -> int:
-    """Return the bytes of a device's memory for arrays of up to `num_bytes`."""
-    return _HEADER_BYTES + 2 * num_devices * _packets_bytes(num_bytes)
-
-
-def _packets_bytes(num_bytes: int) -> int:
-    return pl.cdiv(num_bytes, _DATA_BYTES) * _PACKET_BYTES
 
 
 def _f32(value: float) -> str:
@@ -131,7 +122,7 @@ class _Code:
         for i, place in self.parts:
             first = self.num_rows * self.packets * place
             yield f"setp.lt.u32 valid, column{i}, {self.packets}; add.u32 index, unit{i}, {first};"
-            yield f"mul.wide.u32 offset, index, {2 * _DATA_BYTES};"
+            yield f"mul.wide.u32 offset, index, {2 * DATA_BYTES};"
             yield f"add.s64 address, {self.ref('x')}, offset;"
             words = ", ".join(self.part(i, place, j) for j in range(4))
             yield f"@valid ld.volatile.global.v4.f32 {{{words}}}, [address];"
@@ -176,18 +167,18 @@ class _Code:
         yield "add.u32 call, call, 1; setp.eq.u32 wrong, call, 0; @wrong mov.u32 call, 2;"
         both = self.num_devices * self.capacity
         yield f"and.b32 word, call, 1; mul.wide.u32 offset, word, {both};"
-        yield f"add.s64 received, offset, {_HEADER_BYTES};"
+        yield f"add.s64 received, offset, {HEADER_BYTES};"
         yield f"mul.wide.u32 offset, rank, {self.capacity}; add.s64 sent, received, offset;"
         yield "add.s64 received, received, own;"
 
     def at(self, name: str, index: str) -> str:
         """Set `address` to the address of a packet's data."""
         base = self.ref(name)
-        return f"mul.wide.u32 offset, {index}, {_DATA_BYTES}; add.s64 address, {base}, offset;"
+        return f"mul.wide.u32 offset, {index}, {DATA_BYTES}; add.s64 address, {base}, offset;"
 
     def send(self) -> Iterator[str]:
         for i in self.rounds:
-            yield f"mul.wide.u32 offset, unit{i}, {_PACKET_BYTES}; add.s64 offset, offset, sent;"
+            yield f"mul.wide.u32 offset, unit{i}, {PACKET_BYTES}; add.s64 offset, offset, sent;"
             for r in range(self.num_devices):
                 yield f"setp.lt.u32 valid, column{i}, {self.packets};"
                 yield f"setp.ne.and.u32 valid, rank, {r}, valid; add.s64 address, peer{r}, offset;"
@@ -205,7 +196,7 @@ class _Code:
         yield "mov.u32 polls, 0;"
         yield f"POLL{rounds[0]}:"
         for place, (i, r) in enumerate(places):
-            yield f"mul.wide.u32 offset, unit{i}, {_PACKET_BYTES};"
+            yield f"mul.wide.u32 offset, unit{i}, {PACKET_BYTES};"
             yield "add.s64 address, received, offset;"
             packet = f"{{data0_{place}, flag0_{place}, data1_{place}, flag1_{place}}}"
             at = f"[address+{r * self.capacity}]"
@@ -215,7 +206,7 @@ class _Code:
             yield f"setp.ne.or.u32 wait, flag0_{place}, call, wait;"
             yield f"setp.ne.or.u32 wait, flag1_{place}, call, wait;"
         yield "add.u32 polls, polls, 1;"
-        yield f"setp.gt.u32 last, polls, {_MAX_POLLS}; @last trap;"
+        yield f"setp.gt.u32 last, polls, {MAX_POLLS}; @last trap;"
         yield f"@wait bra POLL{rounds[0]};"
 
     def finish(self, i: int, rounds: range) -> Iterator[str]:
@@ -311,7 +302,7 @@ def all_reduce(
     """Return the sum of `x` over devices, and more; the same bits on each, in the order of ranks.
 
     Args:
-        x: bf16 or f32 `[rows, E]`, at most `REDUCE_ROWS` rows of a multiple of `_DATA_BYTES` bytes;
+        x: bf16 or f32 `[rows, E]`, at most `REDUCE_ROWS` rows of a multiple of `DATA_BYTES` bytes;
             inside `shard_map`. Or f32 `[parts, rows, E]`, whose parts are added up first, and
             rounded to bf16; with a residual then.
         peers: `i32[2 * devices + 2]`: lower and upper half of the address of each device's memory,
@@ -328,7 +319,7 @@ def all_reduce(
     num_rows, size = x.shape[-2:]
     num_parts = x.shape[0] if x.ndim == 3 else 0
     dtype = jnp.bfloat16 if num_parts else x.dtype
-    packets = size * jnp.dtype(dtype).itemsize // _DATA_BYTES
+    packets = size * jnp.dtype(dtype).itemsize // DATA_BYTES
     warpgroups = min(pl.cdiv(packets, 128), _MAX_WARPGROUPS)
     operands: dict[str, Any] = {"x": x, "peers": peers, "memory": memory}
     operands |= {} if residual is None else {"residual": residual}
@@ -341,7 +332,7 @@ def all_reduce(
         num_rows=num_rows,
         num_parts=num_parts,
         packets=packets,
-        capacity=_packets_bytes(capacity),
+        capacity=packets_bytes(capacity),
         threads=128 * warpgroups,
         size=size,
         eps=eps,

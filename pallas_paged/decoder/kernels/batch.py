@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.decoder.kernels import grid_barrier
+from pallas_paged.decoder.kernels import device_sums, grid_barrier
 from pallas_paged.decoder.kernels.batch_config import (
     BLOCKS_PER_STAGE,
     COLUMNS_PER_BLOCK,
@@ -51,6 +51,7 @@ from pallas_paged.decoder.kernels.batch_store import load_rows, store_rows
 from pallas_paged.decoder.kernels.batch_tiles import Product
 from pallas_paged.decoder.kernels.cluster_sums import sum_over_cluster
 from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights
+from pallas_paged.decoder.kernels.peer_memory import PeerMemory
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
@@ -69,11 +70,13 @@ def _rows_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: the first warpgroups multiply, one sends weights, one activations."""
-    weights, cluster_size, num_programs = inputs.weights, config.cluster_size, config.num_programs
+    weights, peers = inputs.weights, inputs.peers
+    cluster_size, num_programs = config.cluster_size, config.num_programs
     rank = lax.axis_index("rank") if cluster_size > 1 else jnp.int32(0)
     part = lax.div(lax.axis_index("cluster"), config.num_clusters)
     cluster = lax.rem(lax.axis_index("cluster"), config.num_clusters)
     program = cluster * cluster_size + rank
+    index = part * num_programs + program  # of all parts
     num_rows, size = inputs.residual.shape[0] // config.num_parts, inputs.residual.shape[1]
     rows = pl.ds(part * num_rows, num_rows)
     num_consumers = config.num_consumers
@@ -215,12 +218,14 @@ def _rows_kernel(
         residual = load_rows(residual_ref.at[rows, own], group=group, interpret=interpret)
         return residual, norm
 
-    def add_product(product, used, loaded):
+    def add_product(product, used, loaded, sum_over_devices):
         """Add a product to the residual; return it and the next product's unscaled input."""
         residual, norm = loaded
         own, num_own = product.own()
         used, accs = multiply_item(product, used)
         total = sum_products(product, accs, scratch.x)
+        if sum_over_devices is not None:
+            total = sum_over_devices(total.astype(dtype))
         x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
         x32 = x.astype(jnp.float32)
         scaled = x32 * ops.bcast(norm.astype(jnp.float32), x32, 1)
@@ -271,14 +276,29 @@ def _rows_kernel(
             layout = plgpu.Layout.WG_STRIDED((COUNTERS,), vec_size=1)
             ops.store(inputs.next_mailbox, ops.full((COUNTERS,), 0, layout, jnp.int32))
 
+        sums: list[Any] = [None, None]
+        if peers is not None:
+            first = device_sums.next_number(device_sums.load_count(peers, index))
+            numbers = first, device_sums.next_number(first)
+            sums = [
+                functools.partial(
+                    device_sums.sum_over_devices,
+                    peers=peers,
+                    number=number,
+                    tile=index * num_consumers + group,
+                    group=group,
+                    num_rows=num_rows,
+                )
+                for number in numbers
+            ]
         used = jnp.int32(0), jnp.int32(0)
-        used, x, _ = add_product(o, used, load_own(o, inputs.residual, weights.mlp_norm))
+        used, x, _ = add_product(o, used, load_own(o, inputs.residual, weights.mlp_norm), sums[0])
         arrive_with(_MLP_X)
         store(outputs.residual, o.own()[0], x)  # no program waits for it
         used = make_hidden(used)
         loaded = load_own(down, outputs.residual, weights.out_norm)
         arrive_with(_HIDDEN)
-        used, x, scaled = add_product(down, used, loaded)
+        used, x, scaled = add_product(down, used, loaded, sums[1])
         arrive_with(_OUT_X)
         store(outputs.residual, down.own()[0], x)
         if weights.qkv is None:
@@ -293,6 +313,12 @@ def _rows_kernel(
         next(summing, None)
         scaled = (scaled * ops.bcast(load_scale(), scaled)).astype(dtype)
         store(outputs.out, products[-1].own()[0], scaled)
+        if peers is not None:
+
+            @pl.when(group == 0)
+            def _():
+                how = dict(program=index, num_programs=config.num_parts * num_programs)
+                device_sums.store_count(peers, numbers[-1], **how)
 
     @pl.when(group == num_consumers)
     def _send_weights():
@@ -329,6 +355,7 @@ def between_attentions(
     *,
     eps: float,
     config: DecoderBatchConfig,
+    peers: PeerMemory | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the residual, the next `qkv` or the norm, and the counters of the next call.
@@ -342,6 +369,7 @@ def between_attentions(
         weights: without biases.
         eps: epsilon of the norms.
         config: the config; of one program if interpreted.
+        peers: of devices that share the columns of o and down, and the features of the others.
     """
     now, after = map(jax.new_ref, counters)
     inputs = BlockInputs(
@@ -350,6 +378,7 @@ def between_attentions(
         weights=weights,
         mailbox=now,
         next_mailbox=after,
+        peers=peers,
     )
     in_clusters: Any = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
     outputs = ops.run_kernel(

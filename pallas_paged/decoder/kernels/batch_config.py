@@ -13,6 +13,7 @@ MAX_ROWS = 2 * _MAX_PART
 COLUMNS_PER_BLOCK = 64  # of activations, as in wgmma's tiles
 BLOCKS_PER_STAGE = 2  # of weights: copies of 256 bytes of a row are faster
 COPIES_PER_STAGE = 2  # of weights
+GROUP_BYTES = GROUP_ROWS * 8 * 2  # of 64 rows and 8 features
 FEATURE_MULTIPLE = 8  # the features of a tile are a multiple
 # Features of a tile, and of an accumulator, for registers. Those of accumulators are tried in turn.
 _MAX_TILE = 304
@@ -88,6 +89,12 @@ class DecoderBatchConfig:
     def num_programs(self) -> int:
         """Programs of a part of the rows."""
         return self.num_clusters * self.cluster_size
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes that a device sends to another for a sum over devices, see `device_sums`."""
+        groups = part_groups(self.o, self.cluster_size)[1]
+        return self.num_parts * self.num_programs * self.num_consumers * groups * GROUP_BYTES
 
 
 def decoder_batch_config(

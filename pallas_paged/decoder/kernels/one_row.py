@@ -43,14 +43,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.decoder.kernels import device_mail
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, tile_indices, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
 from pallas_paged.decoder.kernels.one_row_producer import send_products
-from pallas_paged.decoder.kernels.one_row_product import (
-    HALF,
-    multiply_by_row,
-    products_of,
-)
+from pallas_paged.decoder.kernels.one_row_product import HALF, multiply_by_row, products_of
 from pallas_paged.decoder.kernels.one_row_refs import (
     CLEARED,
     OneRowOutputs,
@@ -61,6 +58,7 @@ from pallas_paged.decoder.kernels.one_row_refs import (
 )
 from pallas_paged.decoder.kernels.one_row_router import choose, load_bias, logits_layout
 from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights, Routing
+from pallas_paged.decoder.kernels.peer_memory import PeerMemory
 from pallas_paged.experts.kernels.grouped import activate
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
@@ -168,10 +166,22 @@ def _block_kernel(
     down_start = o_start + config.o_splits * size
     attended_start = down_start + config.down_splits * size
     logits_start = attended_start + weights.o.shape[1]
+    peers, num_devices = inputs.peers, 1
+    if peers is not None:  # partial sums are in the mailbox of each device
+        num_devices = peers.num_devices
+        o_start, down_start = 0, num_devices * config.o_splits * size
 
     def publish_part(start, first, count, split, values, size=size):
         place = start + split * size + first
         publish(inputs.mailbox, place, values, count, interpret=interpret)
+
+    def publish_sums(buffer, start, num_splits, first, count, split, values):
+        """Publish partial sums of o or down, to all devices if there are several."""
+        if peers is None:
+            publish_part(start, first, count, split, values)
+        else:
+            indices = tile_indices(start + split * size + first, count)
+            device_mail.publish(peers, buffer, indices, values, per_rank=num_splits * size)
 
     def rounded(x):
         """Round as separate products do."""
@@ -205,19 +215,23 @@ def _block_kernel(
         values = values.astype(dtype)
         scatter(outputs.out, indices, values, ops.WGMMA_ROW, interpret=interpret)
 
-    def sum_of_parts(start, num_splits, size, layout):
+    def sum_of_parts(start, num_splits, size, layout, buffer=None):
         total = None
         at_once = max(_AWAITED // size, 1)
         for first in range(0, num_splits, at_once):
             splits = range(first, min(first + at_once, num_splits))
             starts = [start + split * size for split in splits]
-            for part in wait_for_mail(inputs.mailbox, starts, layout, size, interpret=interpret):
+            if buffer is None:
+                parts = wait_for_mail(inputs.mailbox, starts, layout, size, interpret=interpret)
+            else:
+                parts = device_mail.wait(peers, buffer, starts, layout, size)
+            for part in parts:
                 total = part if total is None else total + part
         return total
 
-    def add_and_norm(residual, start, num_splits, weight):
+    def add_and_norm(residual, start, num_splits, weight, buffer):
         """Add a product to the residual and norm it; return both, in shared memory too."""
-        total = sum_of_parts(start, num_splits, size, vector)
+        total = sum_of_parts(start, num_devices * num_splits, size, vector, buffer)
         x = (residual.astype(jnp.float32) + rounded(total)).astype(dtype)
         x32 = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(x32 * x32) / real_size + eps)
@@ -253,12 +267,16 @@ def _block_kernel(
         else:
             ops.wait_for_previous_kernel(interpret=interpret)
         clear(inputs.next_mailbox)
-        store = functools.partial(publish_part, o_start)
+        buffer = None
+        if peers is not None:
+            in_grid = dict(program=program, num_programs=config.num_programs)
+            buffer = device_mail.begin(peers, **in_grid)
+        store = functools.partial(publish_sums, buffer, o_start, config.o_splits)
         used = multiply(products["o"], 0, load_x=load_attended, store=store)
         # Loaded before the results of other programs: then nothing waits for them after these.
         residual = load_row(inputs.residual.at[0], scratch.residual)
         norm = load_row(weights.mlp_norm, scratch.x)
-        add_and_norm(residual, o_start, config.o_splits, norm)
+        add_and_norm(residual, o_start, config.o_splits, norm, buffer)
         if routing is not None:
             num_experts = num_features["router"]
             bias = load_bias(weights.router_bias, num_experts, interpret=interpret)
@@ -277,11 +295,13 @@ def _block_kernel(
         store = functools.partial(publish_part, 0, size=hidden_size)
         used = multiply(products["gate_up"], used, finish=hidden_of, store=store)
         load_hidden = functools.partial(wait_for_row, 0)
-        store = functools.partial(publish_part, down_start)
+        store = functools.partial(publish_sums, buffer, down_start, config.down_splits)
         used = multiply(products["down"], used, load_x=load_hidden, finish=down_of, store=store)
         residual = plgpu.load(scratch.residual, layout=vector)
         norm = load_row(weights.out_norm, scratch.x)
-        residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
+        residual, normed = add_and_norm(residual, down_start, config.down_splits, norm, buffer)
+        if buffer is not None:
+            device_mail.end(peers, buffer, **in_grid)
 
         if size == real_size:
 
@@ -318,6 +338,7 @@ def between_attentions(
     eps: float,
     config: DecoderBlockConfig,
     routing: Routing | None = None,
+    peers: PeerMemory | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
     """Return the residual, the next `qkv` or the norm, and the mailboxes of the next call.
@@ -332,6 +353,7 @@ def between_attentions(
         eps: epsilon of the norms.
         config: the config; of one program if interpreted.
         routing: how experts are chosen, of weights with a router.
+        peers: of devices that share the columns of o and down, and the features of the others.
     """
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
     num_features, given = padded_features(weights), weights
@@ -347,6 +369,7 @@ def between_attentions(
         weights=given,
         mailbox=mailbox,
         next_mailbox=next_mailbox,
+        peers=peers,
     )
     real_experts = 0 if weights.router is None else len(weights.router)
     how: Any = dict(

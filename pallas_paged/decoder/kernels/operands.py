@@ -87,6 +87,7 @@ class BlockInputs:
         weights: `BlockWeights`, of several rows without biases.
         mailbox: i32, a ref: what the programs of the kernel write for one another.
         next_mailbox: of the next call, to be cleared.
+        peers: `PeerMemory` where the columns of o and down are shared by devices, or None.
     """
 
     attended: Any
@@ -94,3 +95,4 @@ class BlockInputs:
     weights: Any
     mailbox: Any
     next_mailbox: Any
+    peers: Any = None

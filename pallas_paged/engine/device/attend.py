@@ -109,7 +109,7 @@ class PagedAttend:
             self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
         self._num_kv_heads, self._kernels = num_kv_heads, kernels
         self.is_token = slot_mapping < table.num_pages * table.page_size
-        self._peers = peers
+        self.peers = peers
         self.row_linear = partial(row_linear, peers=peers)
         self.row_linear_norm = partial(row_linear_norm, peers=peers)
         self.embed = partial(embed, peers=peers)
@@ -189,7 +189,7 @@ class PagedAttend:
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
         # Partial states are of use where a call is one row of one device.
-        unmerged &= self._chunks is None and self._peers is None and self._rows.size == 1
+        unmerged &= self._chunks is None and self.peers is None and self._rows.size == 1
         if unmerged and q_norm is None and k_norm is None:
             slots = pages.slot_mapping
             found = write_and_attend(qkv, cache, slots=slots, rotation=rotation, **how)

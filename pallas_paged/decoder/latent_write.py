@@ -5,40 +5,19 @@ For multi-head latent attention, as `rotary_write` is for K and V.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_paged.attention.partition import Axes, ShardingRule
 from pallas_paged.checks import checked_array, default_promotion
-from pallas_paged.decoder.rms_norm import rms_norm
-from pallas_paged.decoder.rotary_write import (
-    Rotation,
-    WriteImplementation,
-    checked_eps,
-    checked_floats,
-    checked_rotation,
-    chosen_write,
-    rotate,
-    write_kernel,
-)
+from pallas_paged.decoder.checks import Rotation, checked_eps, checked_floats, checked_rotation
+from pallas_paged.decoder.rotary_write import WriteImplementation, chosen_write, write
+from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layer import LayerKV, checked_layer
-from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
-from pallas_paged.pages.pool import write_kv
 
 __all__ = ["rotate_and_write_latents"]
-
-_WRITTEN = "k_pages", "k_scales"
-_AXES: dict[str, Axes] = {
-    "latents": ("num_tokens", "head_dim"),
-    "slots": ("num_tokens",),
-    "cos": ("num_tokens", "num_angles"),
-    "sin": ("num_tokens", "num_angles"),
-    "norm": ("v_head_dim",),
-}
 
 
 @default_promotion()
@@ -90,88 +69,20 @@ def rotate_and_write_latents(
         raise ValueError(f"latents must be [T, {head_dim=}] like the pages, got {x.shape}")
     num_tokens, eps = x.shape[0], checked_eps(eps)
     slots = checked_array("slots", slots, jnp.int32, (num_tokens,))
-    arrays = {"latents": x, "slots": slots, "k_pages": layer.k_pages}
-    if layer.k_scales is not None:
-        arrays["k_scales"] = layer.k_scales
-    arrays |= checked_rotation(rotation, num_tokens, head_dim - v_head_dim)
-    if norm is not None:
-        arrays["norm"] = checked_floats("norm", norm)
-        if arrays["norm"].shape != (v_head_dim,):
-            raise ValueError(f"norm must be [{v_head_dim=}], got {arrays['norm'].shape}")
-    chosen = chosen_write(layer, implementation, interpret)
-    local = _LocalWrite(
-        names=tuple(arrays),
+    layer = jax.tree.map(jnp.asarray, layer)
+    angles: Any = checked_rotation(rotation, num_tokens, head_dim - v_head_dim)
+    arrays = WriteArrays(
+        latents=x,
+        slots=slots,
+        k_pages=layer.k_pages,
+        k_scales=layer.k_scales,
+        norm=None if norm is None else checked_floats("norm", norm),
         kv_layout=layer.kv_layout,
         v_head_dim=v_head_dim,
-        eps=eps,
-        interpret=interpret,
+        **angles,
     )
-    run = local.steps if chosen == "xla" or not num_tokens else write_kernel(local)
-    written = run(*arrays.values())  # a grid of 0 is an error
-    return dataclasses.replace(layer, **dict(zip(_WRITTEN, written, strict=False)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LocalWrite:
-    """The kernel on the arrays of one device.
-
-    Attributes:
-        names: of the arrays that it takes, in order.
-        kv_layout, v_head_dim: of the layer.
-        eps, interpret: as in `rotate_and_write_latents`.
-    """
-
-    names: tuple[str, ...]
-    kv_layout: KVLayout
-    v_head_dim: int
-    eps: float
-    interpret: bool
-    one_device = False
-
-    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the pages, and their scales if each token has its own."""
-        from pallas_paged.decoder.kernels.latent_write import rotate_and_write
-
-        with default_promotion(), jax.enable_x64(False):
-            given, how = self._call(arrays)
-            return rotate_and_write(*given, **how, eps=self.eps, interpret=self.interpret)
-
-    def steps(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the results of the kernel, by separate steps."""
-        (layer, latents, slots), how = self._call(arrays)
-        latent, key = latents[:, : self.v_head_dim], latents[:, self.v_head_dim :]
-        for norm in how["norm"]:  # one or none
-            latent = rms_norm(latent, norm, self.eps)
-        if how["rotation"]:
-            key = rotate(key, *how["rotation"])
-        new = jnp.concatenate([latent, key], axis=1)[:, None]
-        layer = write_kv(layer, new, None, slots)
-        written = (getattr(layer, name) for name in _WRITTEN)
-        return tuple(x for x in written if x is not None and x.ndim)
-
-    def rule(self, arrays: tuple[jax.Array, ...]) -> ShardingRule:
-        layout, axes = LAYOUTS[self.kv_layout], dict(_AXES)
-        for name, letters in zip(_WRITTEN, (layout.axes, layout.scale_axes), strict=True):
-            axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
-        given = dict(zip(self.names, arrays, strict=True))
-        if "k_scales" in given and not given["k_scales"].ndim:
-            axes["k_scales"] = ()
-        return ShardingRule(
-            names=self.names,
-            inputs=tuple(axes[name] for name in self.names),
-            outputs=tuple(axes[name] for name in _WRITTEN if name in given and axes[name]),
-            shardable_axes=("num_kv_heads",),
-        )
-
-    def _call(self, arrays: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the layer, the latents and their slots; and the rotation and the norm, or ()."""
-        given = dict(zip(self.names, arrays, strict=True))
-        layer = LayerKV(
-            given["k_pages"],
-            k_scales=given.get("k_scales"),
-            kv_layout=self.kv_layout,
-            v_head_dim=self.v_head_dim,
-        )
-        names = dict(rotation=("cos", "sin"), norm=("norm",))
-        how = {key: tuple(given[x] for x in each if x in given) for key, each in names.items()}
-        return (layer, given["latents"], given["slots"]), how
+    if norm is not None and arrays.norm.shape != (v_head_dim,):
+        raise ValueError(f"norm must be [{v_head_dim=}], got {arrays.norm.shape}")
+    chosen = chosen_write(layer, implementation, interpret)
+    by_steps = chosen == "xla" or not num_tokens  # a grid of 0 is an error
+    return write(arrays, layer, eps=eps, interpret=interpret, by_steps=by_steps)[1]

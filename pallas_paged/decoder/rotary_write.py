@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -16,12 +15,18 @@ from jax.typing import ArrayLike
 
 from pallas_paged.attention.partition import Axes, ShardingRule, on_each_device
 from pallas_paged.checks import (
-    as_array,
     check_implementation,
     check_interpret,
     checked_array,
     default_promotion,
-    static_number,
+)
+from pallas_paged.decoder.checks import (
+    Rotation,
+    checked_angles,
+    checked_eps,
+    checked_floats,
+    checked_norms,
+    checked_rotation,
 )
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.device import Device
@@ -34,16 +39,22 @@ from pallas_paged.pages.pool import write_kv
 __all__ = ["rotate", "rotate_and_write_kv", "split_qkv"]
 
 WriteImplementation = Literal["triton", "xla"]
-Rotation = tuple[ArrayLike, ArrayLike]
 
-# Names of the axes, as in attention/dispatch.py.
+# Names of the axes, as in attention/dispatch.py. Of pages, and of scales that a call writes, they
+# depend on the layout.
 _AXES: dict[str, Axes] = {
     "qkv": ("num_tokens", "num_kv_heads", "group_and_kv", "head_dim"),
+    "latents": ("num_tokens", "head_dim"),
     "slots": ("num_tokens",),
+    "k_pages": (),
+    "v_pages": (),
+    "k_scales": (),
+    "v_scales": (),
     "cos": ("num_tokens", "num_angles"),
     "sin": ("num_tokens", "num_angles"),
     "q_norm": ("head_dim",),
     "k_norm": ("head_dim",),
+    "norm": ("v_head_dim",),
 }
 
 
@@ -92,7 +103,7 @@ def split_qkv(
     *batch, num_kv_heads, kinds, head_dim = qkv.shape
     q = qkv[..., :-2, :].reshape(*batch, num_kv_heads * (kinds - 2), head_dim)
     k, v = qkv[..., -2, :], qkv[..., -1, :]
-    norms = _checked_norms(head_dim, q_norm=q_norm, k_norm=k_norm)
+    norms = checked_norms(head_dim, q_norm=q_norm, k_norm=k_norm)
     q = rms_norm(q, norms["q_norm"], eps) if "q_norm" in norms else q
     k = rms_norm(k, norms["k_norm"], eps) if "k_norm" in norms else k
     if rotation is not None:
@@ -102,7 +113,7 @@ def split_qkv(
             fits = all(size in (1, count) for size, count in sizes)
             return fits and 2 <= len(shape) <= len(batch) + 2 and shape[-2] == 1
 
-        angles = _checked_angles(rotation, is_of_batch, [*batch, 1], head_dim).values()
+        angles = checked_angles(rotation, is_of_batch, [*batch, 1], head_dim).values()
         q, k = rotate(q, *angles), rotate(k, *angles)
     return q, k, v
 
@@ -153,18 +164,29 @@ def rotate_and_write_kv(
     if chosen == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
         return q, write_kv(layer, k, v, arrays.slots)
-    fields = (field.name for field in dataclasses.fields(arrays) if field.name != "kv_layout")
-    names = tuple(name for name in fields if getattr(arrays, name) is not None)
-    local = _LocalWrite(
-        names=names,
-        kv_layout=layer.kv_layout,
-        eps=eps,
-        interpret=interpret,
-    )
-    q, *pool = write_kernel(local)(*(getattr(arrays, name) for name in names))
-    written: dict[str, Any] = dict(zip(arrays.written, pool, strict=True))
+    (q,), layer = write(arrays, layer, eps=eps, interpret=interpret)
+    return q.reshape(q.shape[0], -1, q.shape[-1]), layer
+
+
+def write(
+    arrays: WriteArrays, layer: LayerKV, *, eps: float, interpret: bool, by_steps: bool = False
+) -> tuple[tuple[jax.Array, ...], LayerKV]:
+    """Write K and V, or latents; return the queries `[T, Hkv, G, D]` or nothing, and the layer.
+
+    Args:
+        arrays, layer: of one layer, checked.
+        eps, interpret: as in `rotate_and_write_kv`.
+        by_steps: without a kernel.
+    """
+    names = tuple(name for name in _AXES if getattr(arrays, name) is not None)
+    of_layer: Any = dict(kv_layout=arrays.kv_layout, v_head_dim=arrays.v_head_dim)
+    local = _LocalWrite(names=names, **of_layer, eps=eps, interpret=interpret)
+    run = local.steps if by_steps else _write_kernel(local)
+    results = run(*(getattr(arrays, name) for name in names))
+    count = len(results) - len(arrays.written)
+    written: dict[str, Any] = dict(zip(arrays.written, results[count:], strict=True))
     written["k_pages"] = arrays.layout.with_given_axes(written["k_pages"])
-    return q.reshape(q.shape[0], -1, q.shape[-1]), dataclasses.replace(layer, **written)
+    return results[:count], dataclasses.replace(layer, **written)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,55 +195,65 @@ class _LocalWrite:
 
     Attributes:
         names: the fields of `WriteArrays` that it takes, in order.
-        kv_layout: layout of the pages.
-        eps, interpret: as in `rotate_and_write`.
+        kv_layout, v_head_dim: of the layer.
+        eps, interpret: as in `write`.
     """
 
     names: tuple[str, ...]
     kv_layout: KVLayout
+    v_head_dim: int | None
     eps: float
     interpret: bool
     one_device = False
 
     def arrays(self, arrays: tuple[jax.Array, ...]) -> WriteArrays:
         fields: dict[str, Any] = dict(zip(self.names, arrays, strict=True))
-        return WriteArrays(**fields, kv_layout=self.kv_layout)
+        return WriteArrays(**fields, kv_layout=self.kv_layout, v_head_dim=self.v_head_dim)
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Return q `[T, Hkv, G, D]`, the pages, and their scales if each token has its own."""
-        from pallas_paged.decoder.kernels.rotary_write import rotate_and_write
+        """Return the queries, the pages, and their scales if each token has its own."""
+        from pallas_paged.decoder.kernels import latent_write, rotary_write
 
+        given = self.arrays(arrays)
+        kernel: Any = rotary_write if given.latents is None else latent_write
         with default_promotion(), jax.enable_x64(False):
-            return rotate_and_write(self.arrays(arrays), eps=self.eps, interpret=self.interpret)
+            return kernel.rotate_and_write(given, eps=self.eps, interpret=self.interpret)
 
     def steps(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Return the results of the kernel, by separate steps."""
         given = self.arrays(arrays)
-        q, k, v = _split(given, self.eps)
+        if given.latents is None:
+            q, k, v = _split(given, self.eps)
+            num_tokens, num_kv_heads, kinds, head_dim = given.qkv.shape
+            queries = [q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)]
+        else:
+            queries, k, v = [], _latents(given, self.eps), None
         layer = LayerKV(
             k_pages=given.layout.with_given_axes(given.k_pages),
             v_pages=given.v_pages,
             k_scales=given.k_scales,
             v_scales=given.v_scales,
             kv_layout=given.kv_layout,
+            v_head_dim=given.v_head_dim,
         )
         layer = write_kv(layer, k, v, given.slots)
         written = {name: getattr(layer, name) for name in given.written}
         written["k_pages"] = given.layout.with_all_axes(layer.k_pages)
-        num_tokens, num_kv_heads, kinds, head_dim = given.qkv.shape
-        return q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim), *written.values()
+        return *queries, *written.values()
 
     def rule(self, given: tuple[jax.Array, ...]) -> ShardingRule:
-        axes, arrays = _AXES | {"k_scales": (), "v_scales": ()}, self.arrays(given)
+        axes, arrays = dict(_AXES), self.arrays(given)
         of_pages, of_scales = arrays.layout.axes, arrays.layout.scale_axes
         for name in arrays.written:
             letters = of_pages if name.endswith("pages") else of_scales
             axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
-        q = ("num_tokens", "num_kv_heads", "group", "head_dim")
+        queries = [("num_tokens", "num_kv_heads", "group", "head_dim")]
+        if arrays.latents is not None:
+            queries = []
         return ShardingRule(
             names=self.names,
             inputs=tuple(axes[name] for name in self.names),
-            outputs=(q, *(axes[name] for name in arrays.written)),
+            outputs=(*queries, *(axes[name] for name in arrays.written)),
             shardable_axes=("num_kv_heads",),
         )
 
@@ -234,8 +266,18 @@ def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.A
     return split_qkv(arrays.qkv, rotation=rotation, **norms, eps=eps)
 
 
+def _latents(arrays: WriteArrays, eps: float) -> jax.Array:
+    """Return new latents and their keys as K `[T, 1, D]`."""
+    latent, key = arrays.latents[:, : arrays.v_head_dim], arrays.latents[:, arrays.v_head_dim :]
+    if arrays.norm is not None:
+        latent = rms_norm(latent, arrays.norm, eps)
+    if arrays.cos is not None:
+        key = rotate(key, arrays.cos, arrays.sin)
+    return jnp.concatenate([latent, key], axis=1)[:, None]
+
+
 @functools.cache
-def write_kernel(local: Any) -> Any:
+def _write_kernel(local: _LocalWrite) -> Any:
     """Return `local` on each device, by its `rule`, with the gradient of its `steps`."""
 
     @jax.custom_vjp
@@ -304,6 +346,7 @@ def checked_write(
 
     jax.eval_shape(write)  # raises where the layer is wrong, or qkv is not as its pages are
     layer = jax.tree.map(jnp.asarray, layer)
+    angles: Any = checked_rotation(rotation, num_tokens, head_dim)
     arrays = WriteArrays(
         qkv=qkv,
         slots=slots,
@@ -312,62 +355,7 @@ def checked_write(
         k_scales=layer.k_scales,
         v_scales=layer.v_scales,
         kv_layout=layer.kv_layout,
-        **checked_rotation(rotation, num_tokens, head_dim),
+        **angles,
     )
-    norms = _checked_norms(head_dim, q_norm=q_norm, k_norm=k_norm)
+    norms = checked_norms(head_dim, q_norm=q_norm, k_norm=k_norm)
     return dataclasses.replace(arrays, **norms)
-
-
-def _checked_norms(head_dim: int, **norms: Any) -> dict[str, Any]:
-    """Return the weights `[head_dim]` of the norms that are given."""
-    found = {name: checked_floats(name, norm) for name, norm in norms.items() if norm is not None}
-    for name, norm in found.items():
-        if norm.shape != (head_dim,):
-            raise ValueError(f"{name} must be [{head_dim=}], got {norm.shape}")
-    return found
-
-
-def checked_eps(eps: Any) -> float:
-    eps = static_number("eps", eps)
-    if eps < 0:
-        raise ValueError(f"{eps=} must be at least 0")
-    return eps
-
-
-def checked_floats(name: str, value: Any) -> jax.Array:
-    x = as_array(name, value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} must be floating, got {x.dtype}")
-    return jnp.asarray(x)
-
-
-def checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
-    """Return cos and sin as f32`[T, R / 2]`, or nothing."""
-    if rotation is None:
-        return {}
-    of_tokens = (num_tokens,), (num_tokens, 1)
-    angles = _checked_angles(rotation, lambda x: x[:-1] in of_tokens, [num_tokens], head_dim)
-    return {name: x.reshape(num_tokens, x.shape[-1]) for name, x in angles.items()}
-
-
-def _checked_angles(
-    rotation: Any, fits: Callable[[tuple[int, ...]], bool], axes: list[int], head_dim: int
-) -> dict[str, jax.Array]:
-    """Return cos and sin, whose shapes fit and are `[*axes, R / 2]` in messages."""
-    if not isinstance(rotation, tuple | list) or len(rotation) != 2:
-        raise ValueError(f"rotation must be None or (cos, sin), got {type(rotation).__name__}")
-    angles = {}
-    for name, value in zip(("cos", "sin"), rotation, strict=True):
-        x = as_array(f"rotation {name}", value)
-        half = x.shape[-1] if x.ndim else 0
-        if not fits(x.shape) or not 0 < 2 * half <= head_dim or x.dtype != jnp.float32:
-            sizes = ", ".join(map(str, axes))
-            raise ValueError(
-                f"rotation {name} must be float32 [{sizes}, R / 2], with R from 2 to "
-                f"{head_dim=}, got {x.dtype}{x.shape}"
-            )
-        angles[name] = jnp.asarray(x)
-    if angles["cos"].shape[-1] != angles["sin"].shape[-1]:
-        shapes = tuple(x.shape for x in angles.values())
-        raise ValueError(f"rotation must be two arrays of one shape, got {shapes}")
-    return angles

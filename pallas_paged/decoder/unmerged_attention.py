@@ -13,7 +13,8 @@ from pallas_paged.attention import dispatch
 from pallas_paged.attention.arguments import checked_arrays
 from pallas_paged.attention.options import AttentionOptions, check_names, static_options
 from pallas_paged.checks import default_promotion
-from pallas_paged.decoder.rotary_write import Rotation, checked_write
+from pallas_paged.decoder.checks import Rotation
+from pallas_paged.decoder.rotary_write import checked_write
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layer import LayerKV

@@ -1,4 +1,4 @@
-"""The arrays of a call that splits fused projections and writes K/V."""
+"""The arrays of a call that writes the K/V of fused projections, or latents."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ class WriteArrays:
 
     Attributes:
         qkv: `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
+        latents: in place of `qkv`, `[T, D]`, of each token its latent and its rotary key.
         slots: i32`[T]`.
         k_pages, v_pages: with all axes of the layout; `v_pages` is None where K and V share one.
         k_scales, v_scales: f32 with the axes of the layout's scales, or f32`[]`.
         cos, sin: f32`[T, R / 2]`, with R up to D.
         q_norm, k_norm: `[D]`.
-        kv_layout: the order of the axes of the pages.
+        norm: `[v_head_dim]`, of latents.
+        kv_layout, v_head_dim: of the layer.
     """
 
-    qkv: Any
+    qkv: Any = None
+    latents: Any = None
     slots: Any
     k_pages: Any
     v_pages: Any = None
@@ -32,7 +35,9 @@ class WriteArrays:
     sin: Any = None
     q_norm: Any = None
     k_norm: Any = None
-    kv_layout: KVLayout = "HPND"
+    norm: Any = None
+    kv_layout: KVLayout
+    v_head_dim: int | None = None
 
     @property
     def layout(self) -> PageLayout:

@@ -14,11 +14,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.decoder.kernels.rotary_write import parts_of_columns, rounding, rounds, row_scale
+from pallas_paged.decoder.kernels.rotary_write import (
+    as_given,
+    parts_of_columns,
+    pool_by_slots,
+    rounding,
+    rounds,
+    row_scale,
+)
 from pallas_paged.kernels.call import result_shape
-from pallas_paged.kernels.triton.pages import row_index, slot_axes, with_slots
+from pallas_paged.kernels.triton.pages import row_index, slot_axes
 from pallas_paged.kernels.triton.specs import full_specs
-from pallas_paged.pages.layer import LayerKV
+from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.quantization import quantize
 
 _NUM_WARPS = 2  # a thread has 16 bytes of a latent of 512 bf16 elements
@@ -75,44 +82,27 @@ def _latent_kernel(
             plgpu.store(pages_ref.at[at], one.astype(element), mask=is_part)
 
 
-def rotate_and_write(
-    layer: LayerKV,
-    latents: jax.Array,
-    slots: jax.Array,
-    *,
-    rotation: tuple[jax.Array, ...],
-    norm: tuple[jax.Array, ...],
-    eps: float,
-    interpret: bool,
-) -> tuple[jax.Array, ...]:
-    """Return the pages, and the scales if each token has its own, written in place.
-
-    Args:
-        layer, latents, slots, eps: as in `rotate_and_write_latents`, checked.
-        rotation: cos and sin f32`[T, R / 2]`, or nothing.
-        norm: `[v_head_dim]`, or nothing.
-        interpret: run interpreted.
-    """
-    layout, v_head_dim = layer.layout, layer.v_head_dim
+def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
+    """Return the arrays of `WriteArrays.written`, written in place."""
+    layout, latents, v_head_dim = arrays.layout, arrays.latents, arrays.v_head_dim
     assert v_head_dim is not None
+    page_size, num_pages = (layout.size(arrays.k_pages.shape, x) for x in "NP")
+    rotation = [] if arrays.cos is None else [arrays.cos, arrays.sin]
     half = rotation[0].shape[1] if rotation else 0
-    widths = v_head_dim, half, half, layer.head_dim - v_head_dim - 2 * half
-    pool = [with_slots(layer.k_pages, layout.axes)]
-    layer_scale = []
-    if layer.k_scales is not None and layer.k_scales.ndim:
-        pool.append(with_slots(layer.k_scales, layout.scale_axes))
-    elif layer.k_scales is not None:
-        layer_scale = [layer.k_scales[None]]
-    inputs = latents, slots, pool, layer_scale, [*rotation], [*norm]
-    out_shape: Any = [result_shape(x.shape, x.dtype) for x in pool]
+    widths = v_head_dim, half, half, latents.shape[1] - v_head_dim - 2 * half
+    pages, scales = pool_by_slots(arrays)
+    layer_scale = [] if arrays.k_scales is None or scales else [arrays.k_scales[None]]
+    norm = [] if arrays.norm is None else [arrays.norm]
+    inputs = latents, arrays.slots, [*pages, *scales], layer_scale, rotation, norm
+    out_shape: Any = [result_shape(x.shape, x.dtype) for x in (*pages, *scales)]
     out_shape = out_shape[0], out_shape[1:]
     written = pl.pallas_call(
         functools.partial(
             _latent_kernel,
             widths=tuple(width for width in widths if width),
             axes=(slot_axes(layout.axes), slot_axes(layout.scale_axes)),
-            page_size=layer.page_size,
-            num_slots=layer.num_pages * layer.page_size,
+            page_size=page_size,
+            num_slots=num_pages * page_size,
             eps=eps,
             interpret=interpret,
         ),
@@ -120,11 +110,9 @@ def rotate_and_write(
         in_specs=full_specs(inputs),
         out_specs=full_specs(out_shape),
         out_shape=out_shape,
-        input_output_aliases={2 + i: i for i in range(len(pool))},
+        input_output_aliases={2 + i: i for i in range(len(pages) + len(scales))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="rotate_and_write_latents",
     )(*inputs)
-    old = [x for x in (layer.k_pages, layer.k_scales) if x is not None and x.ndim]
-    new = jax.tree.leaves(written)
-    return tuple(x.reshape(y.shape) for x, y in zip(new, old, strict=True))
+    return as_given(arrays, written)

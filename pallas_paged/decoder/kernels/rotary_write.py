@@ -144,10 +144,9 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     """Return q `[T, Hkv, G, D]` and the arrays of `WriteArrays.written`, written in place."""
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     qkv = arrays.qkv.reshape(num_tokens, -1, head_dim)
-    layout, pool = arrays.layout, arrays.written
+    layout = arrays.layout
     page_size, num_pages = (layout.size(arrays.k_pages.shape, x) for x in "NP")
-    pages = [with_slots(x, layout.axes) for name, x in pool.items() if name in _PAGES]
-    scales = [with_slots(x, layout.scale_axes) for name, x in pool.items() if name not in _PAGES]
+    pages, scales = pool_by_slots(arrays)
     written = pages, scales
     if arrays.k_scales is not None and not scales:
         scales = [arrays.k_scales[None], arrays.v_scales[None]]
@@ -172,14 +171,26 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
         in_specs=full_specs(inputs),
         out_specs=full_specs(out_shape),
         out_shape=out_shape,
-        input_output_aliases={2 + i: 1 + i for i in range(len(pool))},
+        input_output_aliases={2 + i: 1 + i for i in range(len(arrays.written))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="rotate_and_write_kv",
     )(*inputs)
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
-    new = jax.tree.leaves(written)
-    return q, *(x.reshape(old.shape) for x, old in zip(new, pool.values(), strict=True))
+    return q, *as_given(arrays, written)
+
+
+def pool_by_slots(arrays: WriteArrays) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the pages, and the scales of tokens, that a call writes, with `slot_axes`."""
+    layout, pool = arrays.layout, arrays.written.items()
+    pages = [with_slots(x, layout.axes) for name, x in pool if name in _PAGES]
+    return pages, [with_slots(x, layout.scale_axes) for name, x in pool if name not in _PAGES]
+
+
+def as_given(arrays: WriteArrays, written: Any) -> tuple[jax.Array, ...]:
+    """Return a tree of arrays like those of `pool_by_slots` in the shapes of `arrays.written`."""
+    pairs = zip(jax.tree.leaves(written), arrays.written.values(), strict=True)
+    return tuple(x.reshape(old.shape) for x, old in pairs)
 
 
 def rounds(x: jax.Array, *, dtype: Any, interpret: bool) -> jax.Array:

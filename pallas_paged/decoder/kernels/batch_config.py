@@ -134,75 +134,46 @@ def decoder_batch_config(
         for n in (size, attended_size, hidden_size)
     ):
         return None
+    num_consumers = -(-(num_rows // num_parts) // GROUP_ROWS)
     for max_acc in _MAX_ACCS:
-        config = _config(
-            size=size,
-            hidden_size=hidden_size,
-            out_size=out_size,
-            num_rows=num_rows // num_parts,
-            num_clusters=num_clusters,
-            cluster_size=cluster_size,
-            num_x_stages=num_x_stages,
-            num_parts=num_parts,
-            max_acc=max_acc,
-        )
-        if config is not None:
-            return config
+        o = down = _product_tiles(size, num_clusters, max_acc)
+        qkv = _product_tiles(out_size or size, num_clusters, max_acc)
+        gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, max_acc, is_pair=True)
+        if o is None or down is None or qkv is None or gate_up is None:
+            continue
+        products = o, gate_up, down, qkv
+        if cluster_size > 1 and max(x.acc_size * x.num_accs for x in products) > _MAX_TILE:
+            continue
+        stage_features = max(x.acc_size for x in products)
+        # Sums use the activations' part of shared memory, and the last ones that of the weights.
+        most = max(_sum_bytes(x, cluster_size) for x in (o, down))
+        needed = 0 if cluster_size == 1 else -(-most // 8192)
+        is_small = size <= _SMALL and num_consumers == 1
+        num_x = num_x_stages or max(needed, 8 if is_small else 4 + num_consumers)
+        stage_bytes = stage_features * BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * 2
+        x_bytes = num_consumers * num_x * 8192
+        num_stages = max(min((_RING_BYTES - x_bytes) // stage_bytes, _MAX_STAGES), 2)
+        last_sums = 0 if cluster_size == 1 else num_consumers * _sum_bytes(qkv, cluster_size)
+        # Measured on an H200, 2026-11-23: more copies of narrow tiles slow others by up to 1.4%.
+        in_flight = None
+        if size > _SMALL and num_consumers == 1:
+            in_flight = stages_in_flight(stage_features, num_stages)
+        if needed <= num_x and last_sums <= num_stages * stage_bytes:
+            return DecoderBatchConfig(
+                num_parts=num_parts,
+                num_consumers=num_consumers,
+                num_clusters=num_clusters,
+                cluster_size=cluster_size,
+                o=o,
+                gate_up=gate_up,
+                down=down,
+                qkv=qkv,
+                stage_features=stage_features,
+                num_stages=num_stages,
+                num_x_stages=num_x,
+                num_in_flight=in_flight,
+            )
     return None
-
-
-def _config(
-    *,
-    size: int,
-    hidden_size: int,
-    out_size: int,
-    num_rows: int,
-    num_clusters: int,
-    cluster_size: int,
-    num_x_stages: int | None,
-    num_parts: int,
-    max_acc: int,
-) -> DecoderBatchConfig | None:
-    """Return the config for rows and clusters of a part, or None where it does not fit."""
-    num_consumers = -(-num_rows // GROUP_ROWS)
-    o = down = _product_tiles(size, num_clusters, max_acc)
-    qkv = _product_tiles(out_size or size, num_clusters, max_acc)
-    gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, max_acc, is_pair=True)
-    if o is None or down is None or qkv is None or gate_up is None:
-        return None
-    products = o, gate_up, down, qkv
-    if cluster_size > 1 and max(x.acc_size * x.num_accs for x in products) > _MAX_TILE:
-        return None
-    stage_features = max(x.acc_size for x in products)
-    # Sums use the activations' part of shared memory, and the last ones that of the weights.
-    most = max(_sum_bytes(x, cluster_size) for x in (o, down))
-    needed = 0 if cluster_size == 1 else -(-most // 8192)
-    is_small = size <= _SMALL and num_consumers == 1
-    num_x_stages = num_x_stages or max(needed, 8 if is_small else 4 + num_consumers)
-    if needed > num_x_stages:
-        return None
-    stage_bytes = stage_features * BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * 2
-    x_bytes = num_consumers * num_x_stages * 8192
-    num_stages = max(min((_RING_BYTES - x_bytes) // stage_bytes, _MAX_STAGES), 2)
-    # Measured on an H200, 2026-11-23: more copies of narrow tiles make others up to 1.4% slower.
-    fills_flight = size <= _SMALL or num_consumers > 1
-    last_sums = 0 if cluster_size == 1 else num_consumers * _sum_bytes(qkv, cluster_size)
-    if last_sums > num_stages * stage_bytes:
-        return None
-    return DecoderBatchConfig(
-        num_parts=num_parts,
-        num_consumers=num_consumers,
-        num_clusters=num_clusters,
-        cluster_size=cluster_size,
-        o=o,
-        gate_up=gate_up,
-        down=down,
-        qkv=qkv,
-        stage_features=stage_features,
-        num_stages=num_stages,
-        num_x_stages=num_x_stages,
-        num_in_flight=None if fills_flight else stages_in_flight(stage_features, num_stages),
-    )
 
 
 def stages_in_flight(features: int, num_stages: int) -> int:

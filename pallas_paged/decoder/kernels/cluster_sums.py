@@ -13,7 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_paged.kernels.mosaic import ops
 
@@ -51,41 +54,25 @@ def sum_over_cluster(
         num_rows: rows that there are.
         group: i32, which 64 of the rows these are.
     """
-    how: Any = dict(part=part, cluster_size=cluster_size, group=group)
-    _meet_cluster(may_send)
-    _send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
-    _meet_cluster(sent)
-    return _receive_sum(buffer, transforms, **how)
+    num_features = 8 * part
+    ref, splat = plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT
 
-
-def _send_parts(
-    accs: Sequence[jax.Array],
-    buffer: Any,
-    transforms: Any,
-    *,
-    part: int,
-    cluster_size: int,
-    num_rows: int,
-    group: Any,
-) -> None:
-    """Store each program's part of the features in its shared memory."""
-
-    @plgpu.inline_mgpu(
-        arg_types=([ops.WGMMA] * len(accs), plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT)
-    )
-    def send(_, accs, buffer, group):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm, vector
-
+    def start_of(buffer, group):
+        """Return the thread, and where its elements begin in shared memory."""
         i32 = ir.IntegerType.get_signless(32)
-        rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
         thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
         start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
         start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
-        group = group.registers.item()
         group_bytes = utils.c(cluster_size * part * _BLOCK_BYTES, i32)
-        start = arith.addi(start, arith.muli(group, group_bytes))
+        return thread, arith.addi(start, arith.muli(group, group_bytes))
+
+    @plgpu.inline_mgpu(arg_types=([ops.WGMMA] * len(accs), ref, splat))
+    def send(_, accs, buffer, group):
+        """Store each program's part of the features in its shared memory."""
+        i32 = ir.IntegerType.get_signless(32)
+        rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
+        group = group.registers.item()
+        thread, start = start_of(buffer, group)
         row = arith.addi(arith.muli(group, utils.c(128, i32)), thread)
         registers = np.concatenate([acc.registers.reshape(-1, 2) for acc in accs])
         # The buffer has the parts of one program after those of another.
@@ -109,30 +96,14 @@ def _send_parts(
         lines.append("fence.acq_rel.cluster; end: }")
         utils.inline_ptx("\n".join(lines), start, row, first, *operands, has_side_effects=True)
 
-    send(list(accs), buffer, group)
-
-
-def _receive_sum(
-    buffer: Any, transforms: Any, *, part: int, cluster_size: int, group: Any
-) -> jax.Array:
-    """Return f32 `[64, 8 * part]`, the sum of the parts that programs sent to this one."""
-    num_features = 8 * part
-
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT),
+        arg_types=(ref, splat),
         return_type=plgpu.ShapeDtypeStruct((64, num_features), jnp.float32, layout=ops.WGMMA),
     )
     def receive(_, buffer, group):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm, vector
-
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-        start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
-        start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
-        group_bytes = utils.c(cluster_size * part * _BLOCK_BYTES, i32)
-        start = arith.addi(start, arith.muli(group.registers.item(), group_bytes))
+        """Return the sum of the parts that programs sent to this one."""
+        f32 = ir.F32Type.get()
+        _, start = start_of(buffer, group.registers.item())
         count = 4 * part
         totals: list[Any] = []
         for i_from in range(cluster_size):
@@ -144,15 +115,15 @@ def _receive_sum(
             loaded = utils.inline_ptx(
                 "\n".join(lines), start, result_types=[f32] * count, has_side_effects=True
             )
-            totals = (
-                [arith.addf(x, y) for x, y in zip(totals, loaded, strict=True)]
-                if totals
-                else loaded
-            )
+            added = [arith.addf(x, y) for x, y in zip(totals, loaded, strict=False)]
+            totals = added or loaded
         # Copies may write here next.
         utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
         kind = ir.VectorType.get((2,), f32)
-        pairs = [vector.from_elements(kind, totals[i : i + 2]) for i in range(0, 4 * part, 2)]
+        pairs = [vector.from_elements(kind, totals[i : i + 2]) for i in range(0, count, 2)]
         return ops.of_registers(pairs, ops.WGMMA, (64, num_features))
 
+    _meet_cluster(may_send)
+    send(list(accs), buffer, group)
+    _meet_cluster(sent)
     return receive(buffer, group)

@@ -80,6 +80,13 @@ class Family:
         """
         return None
 
+    def bind_decode(self, call: Call) -> Callable[..., Any]:
+        """Return the function of a decode call of a family with partial states."""
+        bound = self.bind_states(call, writes=False)
+        assert bound is not None
+        states, merge = bound
+        return lambda arrays, *, options: merge(states(arrays, options=options))
+
     def gradients(self) -> Callable[..., Any]:
         """Return the function that makes gradients, see `backward.attention_gradient`."""
         raise NotImplementedError

@@ -66,10 +66,10 @@ def for_each_work_item(
     unit_ends_ref: Any,  # i32[B]
     *,
     plan: DecodePlan,
-    carry: Any,
-) -> Any:
-    """Return the carry after `body(item, next_item, carry)` for every work item of the program.
+) -> None:
+    """Run `body(item, next_item, carry)`, which returns a carry, for each work item of the program.
 
+    The carry has the number of blocks until now, and whether copies for the item are on their way.
     The last item has a next one without blocks.
     """
     (num_seqs,) = seq_lens_ref.shape
@@ -107,5 +107,5 @@ def for_each_work_item(
         return *after, body(item, dataclasses.replace(following, hi=hi), carry)
 
     first_row = row_of_unit(start, unit_ends_ref)
-    state = first_row, start, lengths_of(first_row), carry
-    return lax.while_loop(lambda state: state[1] < stop, next_item, state)[-1]
+    state = first_row, start, lengths_of(first_row), (jnp.int32(0), jnp.bool_(False))
+    lax.while_loop(lambda state: state[1] < stop, next_item, state)

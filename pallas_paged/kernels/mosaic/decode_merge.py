@@ -119,15 +119,14 @@ def merge_partials(
 
 def _merge_decode_kernel(
     states: DecodeStates,
-    o_ref,  # [B, Hq, D]
-    lse_ref,  # f32[B, Hq]
+    results: tuple[Any, Any],  # [B, Hq, D] and f32[B, Hq]
     *,
     block_s: int,
     block_h: int,
     block_d: int,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row, `block_d` elements."""
-    row = lax.axis_index("row")
+    row, (o_ref, lse_ref) = lax.axis_index("row"), results
     group = states.num_q_heads // states.out.shape[0]
     first, num_partials = states.plan.partials_of_row(row, states.unit_ends)
     # Heads that are neighbours in the partial states and in the result.
@@ -197,19 +196,15 @@ def merge_decode(
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     block_d = elements_of_program(num_seqs * num_q_heads, states.head_dim)
-    kernel = functools.partial(
-        _merge_decode_kernel,
-        block_s=block_s,
-        block_h=block_h,
-        block_d=block_d,
-    )
-    return plgpu.kernel(
-        ops.with_trees(kernel, states, *results),
-        out_type=results,
+    sizes: Any = dict(block_s=block_s, block_h=block_h, block_d=block_d)
+    return ops.run_kernel(
+        functools.partial(_merge_decode_kernel, **sizes),
+        states,
+        results,
+        name="paged_decode_merge",
+        params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
         # CUDA does not limit the last axis.
         grid=(num_q_heads // block_h * (states.head_dim // block_d), num_seqs),
         grid_names=("heads", "row"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="paged_decode_merge",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(states))
+    )

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import dot
@@ -39,19 +42,6 @@ def interpreter(interpret: bool) -> Any:
     return getattr(plgpu, "InterpretGPUParams")() if interpret else False  # noqa: B009
 
 
-def with_trees(body: Callable[..., None], *trees: Any) -> Callable[..., None]:
-    """Return a kernel body that gives `body` its refs as trees like `trees`, then scratch refs.
-
-    `trees` are operands and results in the order of the kernel. None in a tree is not an operand.
-    """
-    leaves, structure = jax.tree.flatten(trees)
-
-    def flat_body(*refs: Any) -> None:
-        body(*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :])
-
-    return flat_body
-
-
 def run_kernel(
     body: Callable[..., None],
     inputs: Any,
@@ -72,16 +62,17 @@ def run_kernel(
         scratch: a tree of types in shared memory, which all warpgroups of a program share.
         mesh: of `plgpu.Mesh`.
     """
+    structure = jax.tree.structure((inputs, outputs))  # None in a tree is not an operand
 
-    def scoped(inputs: Any, outputs: Any) -> None:
-        run = functools.partial(body, inputs, outputs)
+    def flat_body(*refs: Any) -> None:
+        run = functools.partial(body, *jax.tree.unflatten(structure, refs))
         if scratch is None:
             run()
         else:
             pl.run_scoped(run, scratch, collective_axes=mesh.get("thread_name", ()))
 
     results = pl.kernel(
-        with_trees(scoped, inputs, outputs),
+        flat_body,
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(**mesh),
         compiler_params=params,
@@ -137,8 +128,6 @@ def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> j
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
     def subtract(_, x, y):
-        from jaxlib.mlir.dialects import arith
-
         registers = np.empty_like(x.registers)
         for place, register in np.ndenumerate(x.registers):
             registers[place] = arith.subf(register, y.registers[place])
@@ -225,8 +214,6 @@ def of_registers(
         layout: of Pallas or of Mosaic.
         shape: of the array, where `registers` are in order but not in the layout's own shape.
     """
-    from jax.experimental.mosaic import gpu as mgpu
-
     layout = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
     if shape is not None:
         flat = np.empty(len(registers), dtype=object)
@@ -242,8 +229,6 @@ def inline(emit: Callable[[Any], None], *, interpret: bool = False) -> None:
 
     @plgpu.inline_mgpu()
     def run(_):
-        from jax.experimental.mosaic.gpu import utils
-
         emit(utils)
 
     run()
@@ -306,8 +291,6 @@ def atomic_increment(counter: Any, old: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def increment(_, counter, old):
-        from jax.experimental.mosaic.gpu import utils
-
         # Threads may still read the value of the last call.
         utils.warpgroup_barrier()
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):

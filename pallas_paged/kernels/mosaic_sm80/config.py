@@ -6,12 +6,16 @@ Importing this module does not import Mosaic.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
 
 from pallas_paged.checks import (
     check_fixed_split_size,
     check_integer,
     check_num_programs,
 )
+from pallas_paged.kernels.call import Arrays
 
 _MMA_ROWS = 16
 _WARPGROUP_ROWS = 64  # the least of a warpgroup of the ragged kernel
@@ -19,6 +23,35 @@ _WARP_COLUMNS = 32  # of the four warps, 8 each
 # Elements of a row of shared memory, and of a product: a latent and its rotary key are multiples.
 LATENT_COLUMNS = 64
 _RESULT_COLUMNS = 256  # of a program of the ragged kernel: 128 f32 of a thread, for 64 rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallTypes:
+    """What the types of shared memory depend on besides the config: of a call, as in `Arrays`."""
+
+    head_dim: int
+    v_head_dim: int
+    group: int = 1
+    rope_dim: int = 0
+    dtype: Any  # of the queries
+    kv_dtype: Any
+    scales_by_token: bool
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Self:
+        """Return those of a call."""
+        names = ("head_dim", "v_head_dim", "group", "rope_dim")
+        return cls(
+            **{name: getattr(arrays, name) for name in names},
+            dtype=arrays.q.dtype,
+            kv_dtype=arrays.k_pages.dtype,
+            scales_by_token=arrays.k_scales is not None and arrays.k_scales.ndim > 0,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the pages."""
+        return jnp.dtype(self.kv_dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,11 +33,11 @@ from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
-from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota, load_shared
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
 from pallas_paged.kernels.mosaic_sm80.config import (
+    CallTypes,
     MosaicSm80DecodeConfig,
     decode_columns,
     decode_rows,
@@ -96,31 +96,17 @@ class Heads:
         return pl.cdiv(self.group, self.rows)
 
 
-def scratch_types(
-    config: MosaicSm80DecodeConfig,
-    *,
-    group: int,
-    head_dim: int,
-    dtype: Any,
-    kv_dtype: Any,
-    scales_by_token: bool,
-) -> DecodeScratch:
+def scratch_types(config: MosaicSm80DecodeConfig, types: CallTypes) -> DecodeScratch:
     """Return the types of the shared memory of a program."""
-    rows = decode_rows(group, head_dim)
-    columns = decode_columns(head_dim, jnp.dtype(kv_dtype).itemsize)
-    one = jnp.dtype(kv_dtype).itemsize == 1
-    operand = jnp.float16 if one else dtype
+    rows = decode_rows(types.group, types.head_dim)
+    columns = decode_columns(types.head_dim, types.itemsize)
+    one = types.itemsize == 1
+    operand = jnp.float16 if one else types.dtype
     return DecodeScratch(
         arrived=plgpu.SMEM((rows, columns), jnp.int32) if one else None,
         q=[ops.swizzled((rows, columns), operand)] * (2 if one else 1),
         p=ops.swizzled((rows, config.block_k), operand),
-        blocks=Blocks.types(
-            num_stages=config.num_stages,
-            block_k=config.block_k,
-            columns=columns,
-            dtype=jnp.int16 if one else dtype,
-            scales_by_token=scales_by_token,
-        ),
+        blocks=Blocks.types(config, types, columns=columns),
     )
 
 
@@ -278,45 +264,6 @@ def attend(
     return place + item.hi - item.lo, prefetch_next
 
 
-def _decode_kernel(
-    inputs: DecodeInputs,
-    partials: Partials,  # [Hkv, partials, head tiles * R, ..]
-    scratch: DecodeScratch,
-    *,
-    plan: DecodePlan,
-    heads: Heads,
-    interpret: bool,
-) -> None:
-    """Run one program: attend to its range of work units for a tile of query heads."""
-    for_each_work_item(
-        functools.partial(
-            attend,
-            inputs=inputs,
-            scratch=scratch,
-            partials=partials,
-            heads=heads,
-            plan=plan,
-            interpret=interpret,
-        ),
-        inputs.seq_lens,
-        inputs.unit_ends,
-        plan=plan,
-        carry=(jnp.int32(0), jnp.bool_(False)),
-    )
-
-
-def paged_decode(
-    arrays: Arrays,
-    *,
-    options: LogitOptions,
-    config: MosaicSm80DecodeConfig,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
-    states = decode_states(arrays, options=options, config=config, interpret=interpret)
-    return merge_decode(states, dtype=arrays.q.dtype, interpret=interpret)
-
-
 def decode_states(
     arrays: Arrays,
     *,
@@ -337,37 +284,40 @@ def decode_states(
         max_kv_len=arrays.max_kv_len,
     )
     inputs = _inputs(arrays, plan, heads)
-    scratch = scratch_types(
-        config,
-        group=arrays.group,
-        head_dim=head_dim,
-        dtype=arrays.q.dtype,
-        kv_dtype=kv_dtype,
-        scales_by_token=inputs.pages.scales_by_token,
-    )
+    scratch = scratch_types(config, CallTypes.of(arrays))
     columns = len(scratch.q) * decode_columns(head_dim, kv_dtype.itemsize)
     states = (num_kv_heads, plan.num_partials, heads.num_tiles * rows)
     partials = Partials(
         out=result_shape((*states, columns), jnp.float32),
         lse=result_shape(states, jnp.float32),
     )
-    kernel = functools.partial(_decode_kernel, plan=plan, heads=heads, interpret=interpret)
 
-    def body(*refs):
-        pl.run_scoped(lambda scratch: kernel(*refs, scratch), scratch)
+    def body(inputs, partials, scratch):
+        attend_item = functools.partial(
+            attend,
+            inputs=inputs,
+            scratch=scratch,
+            partials=partials,
+            heads=heads,
+            plan=plan,
+            interpret=interpret,
+        )
+        for_each_work_item(attend_item, inputs.seq_lens, inputs.unit_ends, plan=plan)
 
-    out, lse = plgpu.kernel(
-        mosaic_ops.with_trees(body, inputs, partials),
-        out_type=(partials.out, partials.lse),
+    partials = mosaic_ops.run_kernel(
+        body,
+        inputs,
+        partials,
+        scratch,
+        name="paged_decode",
+        params=ops.COMPILER_PARAMS,
+        interpret=interpret,
         grid=(num_kv_heads * heads.num_tiles, plan.num_programs),
         grid_names=("head_tile", "program"),
-        compiler_params=ops.COMPILER_PARAMS,
-        kernel_name="paged_decode",
-        interpret=mosaic_ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
+    )
     return DecodeStates(
-        out=out,
-        lse=lse,
+        out=partials.out,
+        lse=partials.lse,
         unit_ends=inputs.unit_ends,
         sinks=arrays.sinks,
         plan=plan,

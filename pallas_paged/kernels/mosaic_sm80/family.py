@@ -56,26 +56,26 @@ class MosaicSm80(Family):
         return _why_not_latents(call) if call.rope_dim else _why_not_heads(call)
 
     def bind(self, call: Call) -> Callable[..., Any]:
-        from pallas_paged.kernels.mosaic_sm80 import decode, latent, ragged
+        if call.kernel == "decode" and not call.rope_dim:
+            return self.bind_decode(call)
+        from pallas_paged.kernels.mosaic_sm80 import latent, ragged
 
         static: dict[str, Any] = dict(config=_config_of(call), interpret=call.interpret)
         if call.rope_dim:
             return functools.partial(latent.latent_attention, with_lse=call.with_lse, **static)
-        if call.kernel == "decode":
-            return functools.partial(decode.paged_decode, **static)
         return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
 
     def bind_states(
         self, call: Call, *, writes: bool
     ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        from pallas_paged.kernels.mosaic_sm80 import decode
-
         if writes or call.rope_dim:
             return None
-        config = _config_of(call)
+        from pallas_paged.kernels.mosaic.decode_merge import merge_decode
+        from pallas_paged.kernels.mosaic_sm80.decode import decode_states
+
         return (
-            functools.partial(decode.decode_states, config=config, interpret=call.interpret),
-            functools.partial(decode.merge_decode, dtype=call.dtype, interpret=call.interpret),
+            functools.partial(decode_states, config=_config_of(call), interpret=call.interpret),
+            functools.partial(merge_decode, dtype=call.dtype, interpret=call.interpret),
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.mosaic.support import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80.config import (
+    CallTypes,
     LatentConfig,
     MosaicSm80DecodeConfig,
     MosaicSm80RaggedConfig,
@@ -59,19 +60,28 @@ _ONE_BYTE_LATENT_LOOPS = {  # half of the time to read a block, and conversions 
 _MANY_KEYS = 1500
 
 
-def decode_shared_memory(
-    config: MosaicSm80DecodeConfig, *, group: int, head_dim: int, itemsize: int
-) -> int:
+def decode_shared_memory(config: MosaicSm80DecodeConfig, **sizes: int) -> int:
     """Return the bytes of shared memory that a program of the decode kernel needs at most."""
     from pallas_paged.kernels.mosaic_sm80 import decode, ops
 
-    types = decode.scratch_types(config, group=group, head_dim=head_dim, **_dtypes(itemsize))
-    return shared_memory_bytes(types, ops.COMPILER_PARAMS)
+    return shared_memory_bytes(decode.scratch_types(config, _types(**sizes)), ops.COMPILER_PARAMS)
 
 
-def _dtypes(itemsize: int) -> dict[str, Any]:
-    kv_dtype = "int8" if itemsize == 1 else "bfloat16"
-    return dict(dtype="bfloat16", kv_dtype=kv_dtype, scales_by_token=itemsize == 1)
+def _types(
+    *, itemsize: int, head_dim: int, v_head_dim: int | None = None, **sizes: int
+) -> CallTypes:
+    """Return the types of a call whose program needs the most, with sizes as in `Sizes`.
+
+    The group matters to the decode kernel alone, and `rope_dim` to the kernel of latents.
+    """
+    return CallTypes(
+        head_dim=head_dim,
+        v_head_dim=v_head_dim or head_dim,
+        **sizes,
+        dtype="bfloat16",
+        kv_dtype="int8" if itemsize == 1 else "bfloat16",
+        scales_by_token=itemsize == 1,
+    )
 
 
 def decode_config(sizes: Sizes) -> MosaicSm80DecodeConfig:
@@ -112,14 +122,11 @@ def prefer_decode(sizes: Sizes) -> bool:
     return sizes.max_kv_len > _SHORT_ROW // 2
 
 
-def ragged_shared_memory(
-    config: MosaicSm80RaggedConfig, *, head_dim: int, v_head_dim: int | None = None, itemsize: int
-) -> int:
+def ragged_shared_memory(config: MosaicSm80RaggedConfig, **sizes: Any) -> int:
     """Return the bytes of shared memory that a program of the ragged kernel needs at most."""
     from pallas_paged.kernels.mosaic_sm80 import ragged
 
-    sizes: dict[str, Any] = dict(head_dim=head_dim, v_head_dim=v_head_dim or head_dim)
-    types = ragged.scratch_types(config, **sizes, **_dtypes(itemsize), interpret=False)
+    types = ragged.scratch_types(config, _types(**sizes), interpret=False)
     return shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 
 
@@ -155,14 +162,11 @@ def ragged_config(sizes: Sizes) -> MosaicSm80RaggedConfig:
     return dataclasses.replace(config, num_programs=per_kv_head * num_kv_heads)
 
 
-def latent_shared_memory(
-    config: LatentConfig, *, head_dim: int, rope_dim: int, itemsize: int
-) -> int:
+def latent_shared_memory(config: LatentConfig, **sizes: int) -> int:
     """Return the bytes of shared memory that a program of latents needs at most."""
     from pallas_paged.kernels.mosaic_sm80 import latent_program, ops
 
-    sizes: dict[str, Any] = dict(head_dim=head_dim, rope_dim=rope_dim)
-    types = latent_program.scratch_types(config, **sizes, **_dtypes(itemsize))
+    types = latent_program.scratch_types(config, _types(**sizes))
     return shared_memory_bytes(types, ops.COMPILER_PARAMS)
 
 

@@ -32,12 +32,12 @@ from pallas_paged.kernels.mosaic.latent_merge import merge_latent
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import LatentConfig, head_tiles
+from pallas_paged.kernels.mosaic_sm80.config import CallTypes, LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.latent_decode import MOST_DECODE_HEADS, latent_decode
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     RaggedProgram,
     query_operands,
-    scratch_of,
+    scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import RowInputs, RowOperands
 from pallas_paged.kernels.ragged_plan import PlanShape
@@ -101,7 +101,7 @@ def latent_attention(
         body,
         inputs,
         outputs,
-        scratch_of(arrays, config),
+        scratch_types(config, CallTypes.of(arrays)),
         name="mla_attention",
         params=ops.COMPILER_PARAMS,
         interpret=interpret,

@@ -25,11 +25,11 @@ from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import LatentConfig
+from pallas_paged.kernels.mosaic_sm80.config import CallTypes, LatentConfig
 from pallas_paged.kernels.mosaic_sm80.latent_program import (
     LatentProgram,
     query_operands,
-    scratch_of,
+    scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     RaggedRows,
@@ -57,13 +57,7 @@ class DecodeProgram(LatentProgram):
 
     def run(self) -> None:
         """Attend to the share of the program, and leave its partial states."""
-        for_each_work_item(
-            self.attend_item,
-            self.seq_lens,
-            self.unit_ends,
-            plan=self.plan,
-            carry=(jnp.int32(0), jnp.bool_(False)),
-        )
+        for_each_work_item(self.attend_item, self.seq_lens, self.unit_ends, plan=self.plan)
 
     def attend_item(
         self, item: WorkItem, next_item: WorkItem, carry: tuple[jax.Array, jax.Array]
@@ -171,7 +165,7 @@ def latent_decode(
         body,
         (inputs, lens),
         partials,
-        scratch_of(arrays, config),
+        scratch_types(config, CallTypes.of(arrays)),
         name="mla_attention",
         params=ops.COMPILER_PARAMS,
         interpret=interpret,

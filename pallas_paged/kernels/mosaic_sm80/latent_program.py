@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
@@ -23,6 +22,7 @@ from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
 from pallas_paged.kernels.mosaic_sm80.config import (
     LATENT_COLUMNS,
+    CallTypes,
     LatentConfig,
     latent_columns,
 )
@@ -49,45 +49,17 @@ class LatentScratch:
     blocks: Blocks
 
 
-def scratch_types(
-    config: LatentConfig,
-    *,
-    head_dim: int,
-    rope_dim: int,
-    dtype: DTypeLike,
-    kv_dtype: DTypeLike,
-    scales_by_token: bool,
-) -> LatentScratch:
+def scratch_types(config: LatentConfig, types: CallTypes) -> LatentScratch:
     """Return the types of the shared memory of a program."""
-    itemsize, rows = jnp.dtype(kv_dtype).itemsize, config.block_q
-    is_one_byte = itemsize == 1
-    operand = jnp.float16 if is_one_byte else dtype
-    widths = latent_columns(head_dim, rope_dim, itemsize)
+    rows, is_one_byte = config.block_q, types.itemsize == 1
+    operand = jnp.float16 if is_one_byte else types.dtype
+    widths = latent_columns(types.head_dim, types.rope_dim, types.itemsize)
     num_forms = 2 if is_one_byte else 1
     return LatentScratch(
         arrived=[plgpu.SMEM((rows, width), jnp.int32) for width in widths] if is_one_byte else None,
         q=[[ops.swizzled((rows, width), operand)] * num_forms for width in widths],
         p=ops.swizzled((rows, config.block_k), operand),
-        blocks=Blocks.types(
-            num_stages=config.num_stages,
-            block_k=config.block_k,
-            columns=sum(widths),
-            dtype=jnp.int16 if is_one_byte else operand,
-            scales_by_token=scales_by_token,
-            latent=True,
-        ),
-    )
-
-
-def scratch_of(arrays: Arrays, config: LatentConfig) -> LatentScratch:
-    """Return the types of the shared memory of a program of a call."""
-    return scratch_types(
-        config,
-        head_dim=arrays.head_dim,
-        rope_dim=arrays.rope_dim,
-        dtype=arrays.q.dtype,
-        kv_dtype=arrays.k_pages.dtype,
-        scales_by_token=arrays.k_scales is not None and arrays.k_scales.ndim > 0,
+        blocks=Blocks.types(config, types, columns=sum(widths)),
     )
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.config import CallTypes
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile
 
 _TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
@@ -45,25 +45,16 @@ class Blocks:
     v_scales: Any
 
     @classmethod
-    def types(
-        cls,
-        *,
-        num_stages: int,
-        block_k: int,
-        columns: int,
-        dtype: DTypeLike,
-        scales_by_token: bool = False,
-        latent: bool = False,
-    ) -> Blocks:
-        """Return the types of the refs.
+    def types(cls, config: Any, types: CallTypes, *, columns: int) -> Blocks:
+        """Return the types of the refs for a config of decoding or of latents.
 
         Args:
-            columns: elements of a row, at least head_dim.
-            dtype: of the elements; of one-byte pages i16.
-            latent: V are elements of K.
+            columns: elements of a row, at least head_dim; of one-byte pages words.
         """
+        num_stages, block_k, latent = config.num_stages, config.block_k, types.rope_dim > 0
+        dtype = jnp.int16 if types.itemsize == 1 else types.dtype
         block = ops.swizzled((num_stages, block_k, columns), dtype)
-        scales = plgpu.SMEM((num_stages, block_k), jnp.float32) if scales_by_token else None
+        scales = plgpu.SMEM((num_stages, block_k), jnp.float32) if types.scales_by_token else None
         return cls(
             k=block,
             v=None if latent else block,

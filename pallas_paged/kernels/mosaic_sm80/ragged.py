@@ -28,7 +28,11 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, of_tokens, packed_plan
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
+from pallas_paged.kernels.mosaic_sm80.config import (
+    CallTypes,
+    MosaicSm80RaggedConfig,
+    result_columns,
+)
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_program import Program, scratch_types
@@ -71,15 +75,7 @@ def ragged_paged_attention(
     outputs = RaggedOutputs.types(
         (len(inputs.q), v_head_dim), partials, arrays.q.dtype, with_lse=with_lse
     )
-    scratch = scratch_types(
-        config,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        dtype=arrays.q.dtype,
-        kv_dtype=arrays.k_pages.dtype,
-        scales_by_token=inputs.pages.scales_by_token,
-        interpret=interpret,
-    )
+    scratch = scratch_types(config, CallTypes.of(arrays), interpret=interpret)
 
     def body(inputs, outputs, scratch):
         Program(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import result_columns
+from pallas_paged.kernels.mosaic_sm80.config import CallTypes, result_columns
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     Places,
@@ -88,25 +88,16 @@ class Buffers:
     scales: Any
 
     @classmethod
-    def types(
-        cls,
-        *,
-        block_k: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: Any,
-        kv_dtype: Any,
-        scales_by_token: bool,
-    ) -> Buffers:
+    def types(cls, block_k: int, types: CallTypes) -> Buffers:
         """Return the types of the refs."""
-        _, columns_of_v = result_columns(v_head_dim)
-        one_byte = jnp.dtype(kv_dtype).itemsize == 1
+        _, columns_of_v = result_columns(types.v_head_dim)
+        dtype, head_dim = types.dtype, types.head_dim
 
         def rows(columns):
             return plgpu.SMEM((2, block_k, padded(columns, dtype)), dtype)
 
         def raw(columns):
-            return plgpu.SMEM((block_k, columns), kv_dtype) if one_byte else None
+            return plgpu.SMEM((block_k, columns), types.kv_dtype) if types.itemsize == 1 else None
 
         places = plgpu.SMEM((3, block_k), jnp.int32)
         return cls(
@@ -114,8 +105,8 @@ class Buffers:
             v=rows(columns_of_v),
             raw_k=raw(head_dim),
             raw_v=raw(columns_of_v),
-            places=[places] * (1 + scales_by_token),
-            scales=plgpu.SMEM((2, 4, block_k), jnp.float32) if scales_by_token else None,
+            places=[places] * (1 + types.scales_by_token),
+            scales=plgpu.SMEM((2, 4, block_k), jnp.float32) if types.scales_by_token else None,
         )
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions, split_scales
@@ -18,7 +17,11 @@ from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import RaggedOutputs, WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
+from pallas_paged.kernels.mosaic_sm80.config import (
+    CallTypes,
+    MosaicSm80RaggedConfig,
+    result_columns,
+)
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     gather_rows,
@@ -53,14 +56,7 @@ class RaggedScratch:
 
 
 def scratch_types(
-    config: MosaicSm80RaggedConfig,
-    *,
-    head_dim: int,
-    v_head_dim: int,
-    dtype: DTypeLike,
-    kv_dtype: DTypeLike,
-    scales_by_token: bool,
-    interpret: bool,
+    config: MosaicSm80RaggedConfig, types: CallTypes, *, interpret: bool
 ) -> RaggedScratch:
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
@@ -68,16 +64,9 @@ def scratch_types(
     if config.num_warpgroups == 2:
         turns = plgpu.Barrier(num_arrivals=2) if interpret else plgpu.SMEM((2,), jnp.int32)
     return RaggedScratch(
-        q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
+        q=plgpu.SMEM((*rows, padded(types.head_dim, types.dtype)), types.dtype),
         rows=plgpu.SMEM(rows, jnp.int32),
-        buffers=Buffers.types(
-            block_k=config.block_k,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            scales_by_token=scales_by_token,
-        ),
+        buffers=Buffers.types(config.block_k, types),
         turns=turns,
     )
 

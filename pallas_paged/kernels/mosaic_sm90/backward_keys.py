@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,10 +36,9 @@ from pallas_paged.pages.layout import K, V
 BLOCK_K = 128
 BLOCK_Q = 64
 _WG = 64  # keys of a consumer
-_CONSUMERS = 2
-_CONSUMER_REGISTERS = 240
-_PRODUCER_REGISTERS = 24
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+CONSUMERS = 2
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
 
 
 @pytree
@@ -94,7 +94,7 @@ class KeysScratch:
             k=keys, v=keys, q=queries, d_out=queries, lse=vector, delta=vector,
             kv_full=plgpu.Barrier(num_arrivals=copies),
             full=plgpu.Barrier(num_arrivals=4, num_barriers=num_stages),
-            free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=num_stages),
+            free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=num_stages),
         )  # fmt: skip
 
 
@@ -116,14 +116,14 @@ def _keys_kernel(
     wg = lax.axis_index("wg")
     num_blocks = work.hi - work.lo
 
-    @pl.when(wg == _CONSUMERS)
+    @pl.when(wg == CONSUMERS)
     def _():
-        ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+        ops.set_max_registers(PRODUCER_REGISTERS, action="decrease", interpret=interpret)
         _produce(inputs, scratch, work, head)
 
-    @pl.when(wg < _CONSUMERS)
+    @pl.when(wg < CONSUMERS)
     def _():
-        ops.set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
+        ops.set_max_registers(CONSUMER_REGISTERS, action="increase", interpret=interpret)
         mine = pl.ds(wg * _WG, _WG)
         k, v = scratch.k.at[mine], scratch.v.at[mine]
         head_dim = k.shape[1]
@@ -222,9 +222,8 @@ def keys_gradient(
     """Return the gradients of K and V of each row, f32`[Hkv, B * tiles_per_row * 128, D]`."""
     num_kv_heads, _, head_dim = inputs.rows.q.shape
     num_tiles = inputs.work.seq.shape[0]
-    out = (
-        result_shape((num_kv_heads, num_tiles * BLOCK_K, head_dim), jnp.float32, varying=False),
-    ) * 2
+    shape = num_kv_heads, num_tiles * BLOCK_K, head_dim
+    out = (result_shape(shape, jnp.float32, varying=False),) * 2
     kernel = functools.partial(
         _keys_kernel,
         group=group,
@@ -232,22 +231,28 @@ def keys_gradient(
         options=options,
         interpret=interpret,
     )
-    scratch: Any = KeysScratch.types(
+    scratch = KeysScratch.types(
         num_stages=num_stages,
         head_dim=head_dim,
         page_size=inputs.pages.page_size,
         dtype=inputs.rows.q.dtype,
     )
-    of_k, of_v = plgpu.kernel(
-        ops.with_trees(kernel, inputs, out),
-        out_type=out,
-        scratch_types=(scratch,),
-        grid=(num_kv_heads, num_tiles),
+    return run_tiles(
+        kernel, inputs, out, scratch, name="attention_gradient_of_keys", interpret=interpret
+    )
+
+
+def run_tiles(kernel: Callable[..., None], inputs: BackwardInputs, *types: Any, **how: Any) -> Any:
+    """Return the results of `ops.run_kernel` with a program for each tile of each KV head."""
+    found = ops.run_kernel(
+        kernel,
+        inputs,
+        *types,
+        params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        grid=(inputs.rows.q.shape[0], inputs.work.seq.shape[0]),
         grid_names=("kv_head", "tile"),
-        num_threads=_CONSUMERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        kernel_name="attention_gradient_of_keys",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    return varying_by_device(of_k), varying_by_device(of_v)
+        **how,
+    )
+    return jax.tree.map(varying_by_device, found)

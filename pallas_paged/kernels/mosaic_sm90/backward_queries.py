@@ -19,23 +19,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.backward import recompute
-from pallas_paged.kernels.call import result_shape, varying_by_device
+from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.backward_keys import (
-    COMPILER_PARAMS,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
     BackwardInputs,
+    run_tiles,
     two_products,
 )
 from pallas_paged.kernels.mosaic_sm90.backward_rows import ROWS
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream, wgmma_transforms
 from pallas_paged.kernels.ragged_tiles import for_each_block
 
-_CONSUMERS = 2
-_WG = ROWS // _CONSUMERS
+_WG = ROWS // CONSUMERS
 _STAGES = 2
-_CONSUMER_REGISTERS = 240
-_PRODUCER_REGISTERS = 24
 
 
 @pytree
@@ -53,16 +53,16 @@ class QueriesScratch:
     @classmethod
     def types(cls, *, block_k: int, head_dim: int, page_size: int, dtype: Any) -> QueriesScratch:
         """Return the types of the refs."""
-        rows = plgpu.SMEM((_CONSUMERS, _WG, head_dim), dtype, transforms=wgmma_transforms(dtype))
-        vector = plgpu.SMEM((_CONSUMERS, _WG), jnp.float32)
+        rows = plgpu.SMEM((CONSUMERS, _WG, head_dim), dtype, transforms=wgmma_transforms(dtype))
+        vector = plgpu.SMEM((CONSUMERS, _WG), jnp.float32)
         return cls(
             q=rows, d_out=rows, lse=vector, delta=vector,
-            full=plgpu.Barrier(num_arrivals=4, num_barriers=_CONSUMERS),
+            full=plgpu.Barrier(num_arrivals=4, num_barriers=CONSUMERS),
             ring=Ring.types(
                 num_stages=_STAGES, block_k=block_k, head_dim=head_dim, v_head_dim=head_dim,
-                page_size=page_size, dtype=dtype, num_consumers=_CONSUMERS,
+                page_size=page_size, dtype=dtype, num_consumers=CONSUMERS,
             ),
-            both=plgpu.Barrier(num_arrivals=_CONSUMERS),
+            both=plgpu.Barrier(num_arrivals=CONSUMERS),
         )  # fmt: skip
 
 
@@ -90,10 +90,10 @@ def _queries_kernel(
     def rows_of(wg):
         return pl.ds(pl.multiple_of(work.first + wg * _WG, _WG), _WG)
 
-    @pl.when(wg == _CONSUMERS)
+    @pl.when(wg == CONSUMERS)
     def _():
-        ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
-        for i in range(_CONSUMERS):
+        ops.set_max_registers(PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+        for i in range(CONSUMERS):
             inputs.rows.send(scratch, i, kv_head=head, where=rows_of(i))
         kv_iter = stream(
             ring,
@@ -108,9 +108,9 @@ def _queries_kernel(
         )
         drain(ring, kv_iter)
 
-    @pl.when(wg < _CONSUMERS)
+    @pl.when(wg < CONSUMERS)
     def _():
-        ops.set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
+        ops.set_max_registers(CONSUMER_REGISTERS, action="increase", interpret=interpret)
         q, d_out = scratch.q.at[wg], scratch.d_out.at[wg]
         plgpu.barrier_wait(scratch.full.at[wg])
         lse = plgpu.load(scratch.lse.at[wg], layout=ops.WGMMA_ROW)
@@ -179,22 +179,11 @@ def queries_gradient(
 ) -> jax.Array:
     """Return the gradient of the packed rows of queries `[Hkv, R, D]`."""
     q = inputs.rows.q
-    num_kv_heads, num_rows, head_dim = q.shape
     out = result_shape(q.shape, q.dtype, varying=False)
-    scratch: Any = QueriesScratch.types(
-        block_k=block_k, head_dim=head_dim, page_size=inputs.pages.page_size, dtype=q.dtype
+    scratch = QueriesScratch.types(
+        block_k=block_k, head_dim=q.shape[2], page_size=inputs.pages.page_size, dtype=q.dtype
     )
     kernel = functools.partial(_queries_kernel, group=group, options=options, interpret=interpret)
-    result = plgpu.kernel(
-        ops.with_trees(kernel, inputs, out),
-        out_type=out,
-        scratch_types=(scratch,),
-        grid=(num_kv_heads, num_rows // ROWS),
-        grid_names=("kv_head", "tile"),
-        num_threads=_CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        kernel_name="attention_gradient_of_queries",
-        interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
-    return varying_by_device(result)
+    return run_tiles(
+        kernel, inputs, out, scratch, name="attention_gradient_of_queries", interpret=interpret
+    )

@@ -31,7 +31,7 @@ from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2, mask
-from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head
+from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head, loop_params
 from pallas_paged.pages.layout import PageLayout
 
 _NEVER = jnp.iinfo(jnp.int32).max
@@ -142,9 +142,8 @@ def _keys_kernel(
             lse = plgpu.load(lse_ref.at[q_row, q_head])
             lse = jnp.where(token < q_len, lse, jnp.inf)[None, :]
             delta = plgpu.load(delta_ref.at[q_row, q_head])[None, :]
-            if q_positions_ref is None:
-                positions = before + token
-            else:
+            positions = before + token
+            if q_positions_ref is not None:
                 positions = plgpu.load(q_positions_ref.at[q_row])
             slopes = None
             if alibi_slopes_ref is not None:
@@ -230,14 +229,12 @@ def keys_gradient(
             options=options,
             page_size=arrays.page_size,
             layout=arrays.layout,
-            operands=one_byte.Operands(
-                dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret
-            ),
+            operands=one_byte.Operands.of(arrays, interpret=interpret),
             config=config,
         ),
         grid=(num_kv_heads, plan.tile.shape[0]),
         in_specs=[
-            *(kv_head(x, 1) for x in (q, do, lse, delta)),
+            *kv_head((q, do, lse, delta), 1),
             *kv_specs[:2],
             *full_specs(of_rows),
             kv_head(slopes, 0),
@@ -247,9 +244,7 @@ def keys_gradient(
         out_specs=full_specs(zeros),
         out_shape=[result_shape(x.shape, x.dtype) for x in pages],
         input_output_aliases={first_zeros + i: i for i in range(len(zeros))},
-        compiler_params=plgpu.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=loop_params(config),
         interpret=interpret,
         name="attention_gradient_of_keys",
     )(*inputs)

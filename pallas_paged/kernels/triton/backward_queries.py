@@ -22,7 +22,7 @@ from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2, mask
-from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head
+from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head, loop_params
 
 
 def _queries_kernel(
@@ -73,9 +73,7 @@ def _queries_kernel(
     positions = before + token
     if q_positions_ref is not None:
         positions = plgpu.load(q_positions_ref.at[q_row])
-    slopes = None
-    if alibi_slopes_ref is not None:
-        slopes = plgpu.load(alibi_slopes_ref.at[q_head])[:, None]
+    slopes = None if alibi_slopes_ref is None else plgpu.load(alibi_slopes_ref.at[q_head])[:, None]
 
     def add_block(masked, block, carry):
         dq, d_slopes = carry
@@ -165,13 +163,12 @@ def queries_gradient(
         )
         lens = arrays.seq_lens, arrays.cu_q_lens
         tiles = make_tiles(*lens, arrays.q_positions, num_tokens, tiling)
-    operands = one_byte.Operands(
-        dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret
-    )
+    operands = one_byte.Operands.of(arrays, interpret=interpret)
     by_head = (num_tokens, num_kv_heads, group, head_dim)
     qs, dos = (operands.split(x.reshape(by_head)) for x in (arrays.q, do))
     kv, kv_specs = operands_of(arrays)
     slopes, tree = by_kv_head(arrays.alibi_slopes, num_kv_heads), as_int8(arrays.tree_mask)
+    of_heads, of_rows = (qs, dos, lse, delta), (arrays.block_tables, tiles, arrays.q_positions)
     d_slopes = None if slopes is None else result_shape(by_head[:3], jnp.float32)
     out_shape = [result_shape(x.shape, x.dtype) for x in qs], d_slopes
     dq, d_slopes = pl.pallas_call(
@@ -184,36 +181,18 @@ def queries_gradient(
         ),
         grid=(num_kv_heads, tiles.row.shape[0]),
         in_specs=[
-            [kv_head(x, 1) for x in qs],
-            [kv_head(x, 1) for x in dos],
-            kv_head(lse, 1),
-            kv_head(delta, 1),
+            *kv_head(of_heads, 1),
             *kv_specs,
-            full_specs(arrays.block_tables),
-            full_specs(tiles),
-            full_specs(arrays.q_positions),
+            *full_specs(of_rows),
             kv_head(slopes, 0),
             full_specs(tree),
         ],
-        out_specs=([kv_head(x, 1) for x in out_shape[0]], kv_head(d_slopes, 1)),
+        out_specs=kv_head(out_shape, 1),
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=loop_params(config),
         interpret=interpret,
         name="attention_gradient_of_queries",
-    )(
-        qs,
-        dos,
-        lse,
-        delta,
-        *kv,
-        arrays.block_tables,
-        tiles,
-        arrays.q_positions,
-        slopes,
-        tree,
-    )
+    )(*of_heads, *kv, *of_rows, slopes, tree)
     dq = dq[0] if len(dq) == 1 else jnp.stack(dq, axis=-1)
     if d_slopes is not None:
         d_slopes = d_slopes.sum(axis=0).reshape(num_q_heads)

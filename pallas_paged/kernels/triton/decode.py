@@ -23,11 +23,11 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot, visible
-from pallas_paged.kernels.triton import merge, new_token, one_byte, pages, softmax
+from pallas_paged.kernels.triton import new_token, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
 from pallas_paged.kernels.triton.new_token import NewTokens
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import by_kv_head, full_specs, kv_head
+from pallas_paged.kernels.triton.specs import by_kv_head, full_specs, kv_head, loop_params
 from pallas_paged.kernels.write_arrays import WriteArrays
 
 
@@ -195,14 +195,6 @@ def _decode_kernel(
     lax.fori_loop(first, end, attend_item, jnp.int32(0))
 
 
-def paged_decode(
-    arrays: Arrays, *, options: LogitOptions, config: DecodeConfig, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
-    states = decode_states(arrays, options=options, config=config, interpret=interpret)
-    return merge.merge_decode(states, dtype=arrays.q.dtype, interpret=interpret)
-
-
 def _writes_results(plan: DecodePlan, sinks: jax.Array | None) -> bool:
     """Return whether the kernel writes the results of rows that are not split.
 
@@ -253,8 +245,7 @@ def decode_states(
     )
     unit_ends = plan.unit_ends(arrays.seq_lens)
 
-    kv_dtype = arrays.k_pages.dtype
-    operands = one_byte.Operands(dtype=arrays.q.dtype, kv_dtype=kv_dtype, interpret=interpret)
+    operands = one_byte.Operands.of(arrays, interpret=interpret)
     if new is None:
         qs = operands.pack(arrays.q.reshape(num_seqs, num_kv_heads, group, head_dim))
     else:
@@ -280,21 +271,16 @@ def decode_states(
         functools.partial(_decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),
         grid=(num_kv_heads, plan.num_programs + plan.num_short_programs),
         in_specs=[
-            [kv_head(x, 1) for x in qs],
+            kv_head(qs, 1),
             *kv_specs,
             *full_specs(of_rows),
             kv_head(slopes, 0),
             full_specs(of_new),
         ],
-        out_specs=[
-            *jax.tree.map(lambda x: kv_head(x, 1), out_shape),
-            *kv_specs[: len(written)],
-        ],
+        out_specs=[*kv_head(out_shape, 1), *kv_specs[: len(written)]],
         out_shape=[*out_shape, *written],
         input_output_aliases={len(qs) + i: num_outs + i for i in range(len(written))},
-        compiler_params=plgpu.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=loop_params(config),
         interpret=interpret,
         name="paged_decode",
     )(qs, *kv, *of_rows, slopes, of_new)

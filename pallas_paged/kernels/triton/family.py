@@ -73,13 +73,14 @@ class _Triton(Family):
         return None
 
     def bind(self, call: Call) -> Callable[..., Any]:
-        from pallas_paged.kernels.triton import decode, ragged
+        if call.kernel == "decode":
+            return self.bind_decode(call)
+        from pallas_paged.kernels.triton.ragged import ragged_paged_attention
 
         config = call.choose_config(_HEURISTICS)
-        if call.kernel == "ragged" and call.config is None and not call.interpret:
+        if call.config is None and not call.interpret:
             config = _that_fits(config, call)
-        function = decode.paged_decode if call.kernel == "decode" else ragged.ragged_paged_attention
-        return functools.partial(function, config=config, interpret=call.interpret)
+        return functools.partial(ragged_paged_attention, config=config, interpret=call.interpret)
 
     def bind_states(
         self, call: Call, *, writes: bool

@@ -181,9 +181,7 @@ def _merge_ragged_kernel(
     row_mask = (num_partials > 0) & (rows < config.block_q) & (token < plan.items.q_len[item])
     token = plan.items.q_start[item] + token
     state = _merge_partials(outs_ref, lses_ref, first, num_partials, rows, dims, tile.block_s)
-    sinks = None
-    if sinks_ref is not None:
-        sinks = plgpu.load(sinks_ref.at[head], mask=row_mask, other=0.0)
+    sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[head], mask=row_mask, other=0.0)
     out, lse = finish(state, sinks)
     plgpu.store(
         o_ref.at[token[:, None], head[:, None], dims[None, :]],
@@ -215,24 +213,14 @@ def merge_ragged(
         fixed_split=config.fixed_split_size is not None,
     )
 
-    specs = [kv_head(out, 1), kv_head(lse, 1)]
+    num_parts = pl.cdiv(block_q, tile.block_h), pl.cdiv(head_dim, tile.block_d)
+    specs = kv_head([out, lse], 1)
     args = (outs, lses, plan, sinks, out, lse)
     num_inputs = len(jax.tree.leaves(args))
     return pl.pallas_call(
         functools.partial(_merge_ragged_kernel, config=config, tile=tile),
-        grid=(
-            num_kv_heads,
-            num_merges,
-            pl.cdiv(block_q, tile.block_h),
-            pl.cdiv(head_dim, tile.block_d),
-        ),
-        in_specs=[
-            kv_head(outs, 0),
-            kv_head(lses, 0),
-            full_specs(plan),
-            kv_head(sinks, 0),
-            *specs,
-        ],
+        grid=(num_kv_heads, num_merges, *num_parts),
+        in_specs=[*kv_head((outs, lses), 0), full_specs(plan), kv_head(sinks, 0), *specs],
         out_specs=specs,
         out_shape=[result_shape(x.shape, x.dtype) for x in (out, lse)],
         # Written in place: `out` already holds the tiles that were not split.

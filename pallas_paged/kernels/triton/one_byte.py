@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import exponents_of, power_of_2
 
 
@@ -46,6 +47,11 @@ class Operands:
     dtype: Any
     kv_dtype: Any
     interpret: bool
+
+    @classmethod
+    def of(cls, arrays: Arrays, *, interpret: bool) -> Self:
+        """Return the conversion in a call."""
+        return cls(dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret)
 
     @property
     def quantized(self) -> bool:

@@ -36,7 +36,7 @@ from pallas_paged.kernels.ragged_tiles import for_each_block
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head
+from pallas_paged.kernels.triton.specs import as_int8, by_kv_head, full_specs, kv_head, loop_params
 
 
 def _ragged_kernel(
@@ -89,13 +89,10 @@ def _ragged_kernel(
     q, q_scales = operands.of_queries(q)
     if q_scales_ref is not None:
         q_scales = plgpu.load(q_scales_ref.at[q_row, head])
-    if q_positions_ref is None:
-        positions = kv_len - q_len + token
-    else:
+    positions = kv_len - q_len + token
+    if q_positions_ref is not None:
         positions = plgpu.load(q_positions_ref.at[q_row])
-    slopes = None
-    if alibi_slopes_ref is not None:
-        slopes = plgpu.load(alibi_slopes_ref.at[head])[:, None]
+    slopes = None if alibi_slopes_ref is None else plgpu.load(alibi_slopes_ref.at[head])[:, None]
 
     def readable_keys(block):
         # Slots and table entries of keys that the tile must not read may hold anything. Such a key
@@ -204,8 +201,7 @@ def ragged_paged_attention(
         else:
             plan = make_plan(*lens, arrays.q_positions, shape)
 
-    kv_dtype = arrays.k_pages.dtype
-    operands = one_byte.Operands(dtype=arrays.q.dtype, kv_dtype=kv_dtype, interpret=interpret)
+    operands = one_byte.Operands.of(arrays, interpret=interpret)
     q = arrays.q.reshape(num_tokens, num_kv_heads, group, head_dim)
     qs, q_scales = operands.pack(q), None
     if config.block_q >= 64:
@@ -234,18 +230,15 @@ def ragged_paged_attention(
         ),
         grid=(num_kv_heads, plan.partial.shape[0]),
         in_specs=[
-            [kv_head(x, 1) for x in qs],
-            kv_head(q_scales, 1),
+            *kv_head((qs, q_scales), 1),
             *kv_specs,
             *full_specs(of_rows),
-            *(kv_head(x, 0) for x in of_heads),
+            *kv_head(of_heads, 0),
             full_specs(tree),
         ],
-        out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
+        out_specs=[*kv_head(out_shape[:2], 1), *kv_head(out_shape[2:], 0)],
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=loop_params(config),
         interpret=interpret,
         name="ragged_paged_attention",
     )(qs, q_scales, *kv, *of_rows, *of_heads, tree)

@@ -15,17 +15,24 @@ def full_specs(tree: Any) -> Any:
     return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape)), tree)
 
 
-def kv_head(x: Any, axis: int) -> pl.BlockSpec | None:
-    """Return the spec that gives a program its KV head along `axis` and all of the other axes.
+def kv_head(tree: Any, axis: int) -> Any:
+    """Return specs that give a program its KV head along `axis`, and all of the other axes.
 
-    The first axis of the grid must be the KV heads. None for None.
+    `tree` is a pytree of arrays or shapes. The first axis of the grid must be the KV heads.
     """
-    if x is None:
-        return None
-    block = tuple(None if i == axis else n for i, n in enumerate(x.shape))
-    return pl.BlockSpec(
-        block, lambda h, *_: tuple(h if i == axis else 0 for i in range(len(block)))
-    )
+
+    def spec(x: Any) -> pl.BlockSpec:
+        block = tuple(None if i == axis else n for i, n in enumerate(x.shape))
+        return pl.BlockSpec(
+            block, lambda h, *_: tuple(h if i == axis else 0 for i in range(len(block)))
+        )
+
+    return jax.tree.map(spec, tree)
+
+
+def loop_params(config: Any) -> plgpu.CompilerParams:
+    """Return the parameters of a kernel with a config of warps and stages."""
+    return plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def by_kv_head(x: jax.Array | None, num_kv_heads: int) -> jax.Array | None:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.decoder.kernels.peer_memory import (
@@ -343,8 +344,6 @@ def all_reduce(
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def run(_, *refs):
-            from jax.experimental.mosaic.gpu import utils
-
             utils.inline_ptx(code, *map(utils.memref_ptr, refs), has_side_effects=True)
 
         run(*refs)

@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_paged.kernels.mosaic import ops
 
@@ -32,10 +35,6 @@ def store_rows(where: Any, values: jax.Array, *, group: Any, interpret: bool) ->
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA, plgpu.Layout.WG_SPLAT))
     def store(_, where, values, group):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import vector
-
         i32 = ir.IntegerType.get_signless(32)
         row, start, row_bytes = _place(where, group)
         item_size = utils.bitwidth(ir.MemRefType(where.type).element_type) // 8
@@ -84,9 +83,6 @@ def load_rows(where: Any, *, group: Any, interpret: bool) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((64, num_columns), where.dtype, layout=ops.WGMMA),
     )
     def load(_, where, group):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(where.type).element_type
         row, start, row_bytes = _place(where, group)
         count = num_columns // 4
@@ -116,10 +112,6 @@ def _place(where: Any, group: Any) -> tuple[Any, Any, int]:
 
     It has two columns of every 8, of rows `row` and `row + 8`, as do the three beside it.
     """
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(where.type)
     item_size = utils.bitwidth(kind.element_type) // 8

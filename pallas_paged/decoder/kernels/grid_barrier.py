@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
@@ -26,8 +27,6 @@ def arrive(counter: Any, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def add(_, counter):
-        from jax.experimental.mosaic.gpu import utils
-
         utils.inline_ptx(_FENCE, has_side_effects=True)
         utils.warpgroup_barrier()
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
@@ -47,8 +46,6 @@ def wait_for_arrivals(counter: Any, count: int, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(_, counter):
-        from jax.experimental.mosaic.gpu import utils
-
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
             utils.inline_ptx(
                 "{ .reg .pred p; .reg .b32 found, polls; mov.u32 polls, 0; again:"

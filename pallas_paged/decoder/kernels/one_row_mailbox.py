@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.indexed import scatter
@@ -70,10 +73,6 @@ def wait_for_mail(
         arg_types=([plgpu.RefType()] * len(wheres),), return_type=[result] * len(wheres)
     )
     def load(_, wheres):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import llvm
-
         i64 = ir.IntegerType.get_signless(64)
         bases = [llvm.ptrtoint(i64, utils.memref_ptr(where)) for where in wheres]
         return poll(bases, layout, size, scope="gpu")
@@ -83,10 +82,6 @@ def wait_for_mail(
 
 def poll(starts: Sequence[Any], layout: Any, size: int, *, scope: str) -> list[Any]:
     """Load f32`[size]` from each address on until none is empty, inside of `plgpu.inline_mgpu`."""
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
     vec_size = layout.to_mgpu().vec_size
     i32, i64, f32 = (
         ir.IntegerType.get_signless(32),

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_paged.decoder.kernels.operands import BlockWeights
 from pallas_paged.kernels.mosaic import ops
@@ -179,10 +182,6 @@ def multiply_by_row(
         return_type=[result] * count,
     )
     def multiply(_, accs, weights, rows):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm, vector
-
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
 
         def descriptor(ref, constant):

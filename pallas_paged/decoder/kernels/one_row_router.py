@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.operands import Routing
@@ -91,10 +94,6 @@ def _choose(logits: Any, experts: Any, weights: Any, routing: Routing) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
     def run(_, logits, experts, weights):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm
-
         i32 = ir.IntegerType.get_signless(32)
         lane = arith.remui(utils.thread_idx(), utils.c(_LANES, i32))
         places = []

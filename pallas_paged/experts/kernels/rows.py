@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_paged.experts.kernels.config import WG_ROWS
 from pallas_paged.kernels.mosaic import ops
@@ -53,10 +56,6 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA, *[_SPLAT] * 4))
     def store(_, out, values, *scalars):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
-
         emit = Emitter()
         row, column, low, high = map(emit.scalar, scalars)
         out_columns = ir.MemRefType(out.type).shape[1]
@@ -153,8 +152,6 @@ def copy_rows(x: Any, rows: jax.Array, first_column: Any, to: Any, *, interpret:
         arg_types=(plgpu.RefType(), layout_of_rows(num_rows), _SPLAT, plgpu.RefType(transforms))
     )
     def copy(_, x, rows, first_column, to):
-        from jaxlib.mlir import ir
-
         emit = Emitter()
         row_bytes = ir.MemRefType(x.type).get_strides_and_offset()[0][0] * 2
         thread = emit.thread()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
@@ -29,8 +30,6 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
         return_type=plgpu.ShapeDtypeStruct(indices.shape, ref.dtype, layout=layout),
     )
     def load_each(_, ref, indices):
-        from jax.experimental.mosaic.gpu import utils
-
         element = utils.ir.MemRefType(ref.type).element_type
         i32 = utils.ir.IntegerType.get_signless(32)
         integer = utils.ir.IntegerType.get_signless(8 * itemsize)
@@ -84,8 +83,6 @@ def scatter(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def store_each(_, ref, indices, values):
-        from jax.experimental.mosaic.gpu import utils
-
         i32 = utils.ir.IntegerType.get_signless(32)
         integer = utils.ir.IntegerType.get_signless(8 * itemsize)
         for index, value in zip(indices.registers.flat, values.registers.flat, strict=True):

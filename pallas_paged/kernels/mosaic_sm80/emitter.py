@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import utils as gpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import vector as dialect
 
 from pallas_paged.kernels.mosaic import ops
+
+# Typed so because JAX 0.10 lacks some of them.
+utils: Any = gpu_utils
+IfOp: Any = scf.IfOp
 
 WARPGROUP = 128  # threads of a program
 _FEW_LOADS = 4  # of a thread before copies, where registers are few
@@ -35,9 +44,6 @@ def swizzle(columns: int, dtype: DTypeLike) -> int:
 
 def elements_of(vector: Any) -> list[Any]:
     """Return the elements of an MLIR vector."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector as dialect
-
     places = (ir.DenseI64ArrayAttr.get([i]) for i in range(ir.VectorType(vector.type).shape[0]))
     return [dialect.extract(vector, dynamic_position=[], static_position=at) for at in places]
 
@@ -80,6 +86,15 @@ class Tile:
         return parts
 
 
+def _operation(build: Callable[..., Any]) -> Any:
+    """Return the method that builds an operation on a value and another, or a Python integer."""
+
+    def method(_: Any, x: Any, y: Any) -> Any:
+        return build(x, utils.c(y, x.type) if isinstance(y, int) else y)
+
+    return method
+
+
 class Emitter:
     """Instructions of a thread, inside `plgpu.inline_mgpu`.
 
@@ -88,20 +103,16 @@ class Emitter:
     """
 
     def __init__(self) -> None:
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm, scf
-
-        self._ir: Any = ir
-        self._arith: Any = arith
-        self._llvm: Any = llvm
-        self._scf: Any = scf
-        self._utils: Any = utils
         self._i32 = ir.IntegerType.get_signless(32)
         self._i64 = ir.IntegerType.get_signless(64)
 
+    add, sub, mul = map(_operation, (arith.addi, arith.subi, arith.muli))
+    div, rem, xor = map(_operation, (arith.divui, arith.remui, arith.xori))
+    less = _operation(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
+    at_least = _operation(functools.partial(arith.cmpi, arith.CmpIPredicate.sge))
+
     def constant(self, value: int) -> Any:
-        return self._utils.c(value, self._i32)
+        return utils.c(value, self._i32)
 
     def scalar(self, x: Any) -> Any:
         """Return the value of a scalar argument."""
@@ -109,74 +120,45 @@ class Emitter:
 
     def thread(self) -> Any:
         """Return the index of the thread in its warpgroup."""
-        return self._arith.remui(self._utils.thread_idx(), self.constant(WARPGROUP))
-
-    def _same(self, x: Any, y: Any) -> tuple[Any, Any]:
-        if isinstance(y, int):
-            y = self._utils.c(y, x.type)
-        return x, y
-
-    def add(self, x: Any, y: Any) -> Any:
-        return self._arith.addi(*self._same(x, y))
-
-    def sub(self, x: Any, y: Any) -> Any:
-        return self._arith.subi(*self._same(x, y))
-
-    def mul(self, x: Any, y: Any) -> Any:
-        return self._arith.muli(*self._same(x, y))
-
-    def div(self, x: Any, y: int) -> Any:
-        return self._arith.divui(*self._same(x, y))
-
-    def rem(self, x: Any, y: int) -> Any:
-        return self._arith.remui(*self._same(x, y))
-
-    def xor(self, x: Any, y: Any) -> Any:
-        return self._arith.xori(*self._same(x, y))
+        return arith.remui(utils.thread_idx(), self.constant(WARPGROUP))
 
     def both(self, x: Any, y: Any) -> Any:
-        return self._arith.andi(x, y)
-
-    def less(self, x: Any, y: Any) -> Any:
-        return self._arith.cmpi(self._arith.CmpIPredicate.slt, *self._same(x, y))
-
-    def at_least(self, x: Any, y: Any) -> Any:
-        return self._arith.cmpi(self._arith.CmpIPredicate.sge, *self._same(x, y))
+        return arith.andi(x, y)
 
     def least(self, x: Any, y: Any) -> Any:
-        return self._arith.minsi(x, y)
+        return arith.minsi(x, y)
 
     def clip(self, x: Any, low: Any, high: Any) -> Any:
-        return self.least(self._arith.maxsi(x, low), high)
+        return self.least(arith.maxsi(x, low), high)
 
     def wide(self, x: Any) -> Any:
         """Return a value of 32 bits, which is not negative, with 64."""
-        return self._arith.extui(self._i64, x)
+        return arith.extui(self._i64, x)
 
     def address(self, ref: Any, offset: Any) -> Any:
         """Return the address `offset` bytes into a ref: 32 bits in shared memory, else 64."""
-        pointer = self._utils.memref_ptr(ref)
-        return self.add(self._llvm.ptrtoint(offset.type, pointer), offset)
+        pointer = utils.memref_ptr(ref)
+        return self.add(llvm.ptrtoint(offset.type, pointer), offset)
 
     def copy(self, to: Any, source: Any, *, size: int, real: Any = None) -> None:
         """Start a copy of `size` bytes to shared memory; without `real` they become 0."""
         cache = "cg" if size == CHUNK else "ca"  # past the L1 cache, which takes 16 bytes only
         instruction = f"cp.async.{cache}.shared.global [$0], [$1], {size}"
         if real is None:
-            self._utils.inline_ptx(f"{instruction};", to, source, has_side_effects=True)
+            utils.inline_ptx(f"{instruction};", to, source, has_side_effects=True)
             return
-        size_read = self._arith.select(real, self.constant(size), self.constant(0))
-        self._utils.inline_ptx(f"{instruction}, $2;", to, source, size_read, has_side_effects=True)
+        size_read = arith.select(real, self.constant(size), self.constant(0))
+        utils.inline_ptx(f"{instruction}, $2;", to, source, size_read, has_side_effects=True)
 
     def of_index(self, x: Any) -> Any:
         """Return an index of MLIR's own type as 32 bits."""
-        return self._arith.index_castui(self._i32, x)
+        return arith.index_castui(self._i32, x)
 
     def store(self, address: Any, vector: Any, *, where: Any) -> None:
         """Store a vector of f32 to device memory."""
         values = elements_of(vector)
         names = ", ".join(f"${i + 1}" for i in range(len(values)))
-        self._utils.inline_ptx(
+        utils.inline_ptx(
             f"st.global.v{len(values)}.f32 [$0], {{{names}}};", address, *values, predicate=where
         )
 
@@ -189,11 +171,11 @@ class Emitter:
 
     def either(self, condition: Any, then: Any, otherwise: Any) -> None:
         """Run `then` in threads where a condition holds, and `otherwise` in others."""
-        if_else = self._scf.IfOp(condition, has_else=True)
+        if_else = IfOp(condition, has_else=True)
         for block, body in ((if_else.then_block, then), (if_else.else_block, otherwise)):
-            with self._ir.InsertionPoint(block):
+            with ir.InsertionPoint(block):
                 body()
-                self._scf.yield_([])
+                scf.yield_([])
 
     def for_each_chunk(
         self, tile: Tile, rows: int, body: Any, load: Any = lambda row: None
@@ -248,7 +230,7 @@ class Emitter:
 
     def ptx(self, code: str, *args: Any, results: int = 1, reads: bool = False) -> Any:
         """Return the words that `code` computes; one that `reads` memory stays in its place."""
-        return self._utils.inline_ptx(
+        return utils.inline_ptx(
             code,
             *args,
             result_types=[self._i32] * results if results > 1 else self._i32,
@@ -257,13 +239,13 @@ class Emitter:
 
     def effect(self, code: str, *args: Any) -> None:
         """Run `code` for its effects."""
-        self._utils.inline_ptx(code, *args, has_side_effects=True)
+        utils.inline_ptx(code, *args, has_side_effects=True)
 
     def run_if(self, condition: Any, body: Callable[[], None]) -> None:
         """Run `body` in threads where the condition holds."""
-        with self._ir.InsertionPoint(self._scf.IfOp(condition).then_block):
+        with ir.InsertionPoint(IfOp(condition).then_block):
             body()
-            self._scf.yield_([])
+            scf.yield_([])
 
     def place_in_accumulator(self) -> tuple[Any, Any]:
         """Return the thread's first row and first column in an array with the layout `WGMMA`."""
@@ -276,12 +258,12 @@ class Emitter:
 
         The last axis are the thread's rows `r` and `r + 8`.
         """
-        words = [self._utils.bitcast(pair, self._i32) for pair in x.registers.flat]
+        words = [utils.bitcast(pair, self._i32) for pair in x.registers.flat]
         return np.array(words, dtype=object).reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
 
     def row_words(self, x: Any) -> list[Any]:
         """Return the f32 of an array with one value a row, of rows `r` and `r + 8` of every 64."""
-        return [self._utils.bitcast(value, self._i32) for value in x.registers.flat]
+        return [utils.bitcast(value, self._i32) for value in x.registers.flat]
 
     def load_word(self, address: Any, *, offset: int = 0) -> Any:
         """Return 32 bits of shared memory."""
@@ -320,24 +302,24 @@ class Emitter:
 
     def store_device_word(self, address: Any, word: Any, *, where: Any = None) -> None:
         """Store 32 bits to device memory, in threads where a condition holds."""
-        self._utils.inline_ptx("st.global.b32 [$0], $1;", address, word, predicate=where)
+        utils.inline_ptx("st.global.b32 [$0], $1;", address, word, predicate=where)
 
     def word(self, x: Any) -> Any:
         """Return a value or vector of 32 bits as a word."""
-        return self._utils.bitcast(x, self._i32)
+        return utils.bitcast(x, self._i32)
 
     def vector_words(self, x: Any) -> list[Any]:
         """Return the words of a value or vector of 32 or 64 bits."""
-        if self._utils.bitwidth(x.type) == 32:
+        if utils.bitwidth(x.type) == 32:
             return [self.word(x)]
-        return elements_of(self._utils.bitcast(x, self._ir.VectorType.get((2,), self._i32)))
+        return elements_of(utils.bitcast(x, ir.VectorType.get((2,), self._i32)))
 
     def value(self, x: Any) -> Any:
         """Return the thread's word of an argument `[128]` of 32 bits with the layout `THREADS`."""
-        return self._utils.bitcast(x.registers.item(), self._i32)
+        return utils.bitcast(x.registers.item(), self._i32)
 
     def array(self, value: Any) -> Any:
         """Return an array i32`[128]` of the values of all threads."""
-        pair = self._ir.VectorType.get((1,), self._i32)
-        registers = [self._utils.bitcast(value, pair)]
+        pair = ir.VectorType.get((1,), self._i32)
+        registers = [utils.bitcast(value, pair)]
         return ops.of_registers(registers, THREADS, (WARPGROUP,), is_signed=True)

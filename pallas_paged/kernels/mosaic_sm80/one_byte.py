@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 from pallas_paged.kernels.logits import exponents_of, power_of_2
 from pallas_paged.kernels.mosaic import ops
@@ -67,9 +71,6 @@ def _halves(
 
     @plgpu.inline_mgpu(arg_types=(layouts.lhs,), return_type=(result, result))
     def split(_, words):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         results = []
@@ -92,9 +93,6 @@ def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> 
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))
     def convert(_, words):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.F16Type.get())
         arch = utils.get_arch()
@@ -128,8 +126,6 @@ def interleave(
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
     )
     def zip_columns(_, even, odd):
-        from jaxlib.mlir.dialects import vector
-
         of_both = layout.to_mgpu()
         out = np.empty(of_both.registers_shape(shape), dtype=object)
         for i, pair in enumerate(zip(even.registers.flat, odd.registers.flat, strict=True)):
@@ -141,8 +137,6 @@ def interleave(
 
 def _interleaved(m_warps: int) -> Any:
     """Return the layout of accumulators with twice the columns: four of a thread, not two."""
-    from jax.experimental.mosaic.gpu import fragmented_array as fa
-
     layout = fa.TiledLayout(
         fa.Tiling(((m_warps * 16, 64 // m_warps), (16, 16), (8, 16), (4,))),
         warp_dims=(-7, -6),

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
@@ -135,8 +136,6 @@ def take_turns(turns: Any, parity: Any, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def meet(_, turns, parity):
-        from jax.experimental.mosaic.gpu import utils
-
         emit = Emitter()
         # Since 9.0 a thread sleeps in this instruction.
         wait = "try_wait" if utils.get_arch().major >= 9 else "test_wait"

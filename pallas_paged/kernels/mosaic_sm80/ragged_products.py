@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf, vector
 
 from pallas_paged.kernels.logits import dot
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic_sm80.emitter import Emitter
+from pallas_paged.kernels.mosaic_sm80.emitter import Emitter, IfOp, utils
 
 _PAD_BYTES = 16
 
@@ -105,11 +107,7 @@ class _Warp:
     """
 
     def __init__(self, ref: Any = None):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         self.emit = Emitter()
-        self._utils: Any = utils  # JAX 0.10 lacks some of it
         self._i32, self._f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         if ref is not None:
             matrix = ir.MemRefType(ref.type)
@@ -146,7 +144,7 @@ class _Warp:
         offset = row * self._pitch + 2 * column
         kind = ".trans" if transpose else ""
         return list(
-            self._utils.inline_ptx(
+            utils.inline_ptx(
                 f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];",
                 base,
                 result_types=[self._i32] * 4,
@@ -156,7 +154,7 @@ class _Warp:
 
     def zeros(self, num_rows: int, num_columns: int) -> Any:
         """Return an accumulator."""
-        zero = self._utils.c(0.0, self._f32)
+        zero = utils.c(0.0, self._f32)
         return np.full((num_rows // 64, num_columns // 8, 2, 2), zero, dtype=object)
 
     def multiply(self, sums: Any, lhs: list[Any], rhs: list[Any], column: int) -> None:
@@ -164,7 +162,7 @@ class _Warp:
         for half in range(2):
             for tile, fragment in enumerate(lhs):
                 c = sums[tile, column // 8 + half]
-                c.flat = self._utils.inline_ptx(
+                c.flat = utils.inline_ptx(
                     f"mma.sync.aligned.m16n8k16.row.col.f32.{self._dtype}.{self._dtype}.f32 "
                     "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
                     *fragment,
@@ -175,8 +173,6 @@ class _Warp:
 
     def elements(self, acc: Any) -> Any:
         """Return the f32 of an accumulator that is a `FragmentedArray`."""
-        from jaxlib.mlir.dialects import vector
-
         pairs = acc.registers.reshape(acc.shape[0] // 64, acc.shape[1] // 8, 2)
         found = np.empty((*pairs.shape, 2), dtype=object)
         for i in np.ndindex(found.shape):
@@ -185,15 +181,11 @@ class _Warp:
 
     def row_elements(self, x: Any) -> Any:
         """Return the f32 `[rows / 64, 2]` of an array with one value a row."""
-        values = [self._utils.bitcast(word, self._f32) for word in self.emit.row_words(x)]
+        values = [utils.bitcast(word, self._f32) for word in self.emit.row_words(x)]
         return np.array(values, dtype=object).reshape(-1, 2)
 
     def scale_rows(self, sums: Any, factors: Any) -> Any:
         """Return an accumulator times a factor a row; where the warp's are all 1, as it is."""
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, scf
-
-        if_else: Any = scf.IfOp  # its signature is not known to all type checkers
         emit, found = self.emit, self.emit.constant(0)
         for factor in factors.flat:
             found = emit.ptx(
@@ -207,7 +199,7 @@ class _Warp:
             found,
             reads=True,
         )
-        changed = if_else(emit.at_least(found, 1), [self._f32] * sums.size, has_else=True)
+        changed = IfOp(emit.at_least(found, 1), [self._f32] * sums.size, has_else=True)
         with ir.InsertionPoint(changed.then_block):
             scf.yield_([arith.mulf(sums[i], factors[i[0], i[2]]) for i in np.ndindex(sums.shape)])
         with ir.InsertionPoint(changed.else_block):
@@ -216,9 +208,6 @@ class _Warp:
 
     def array(self, sums: Any) -> Any:
         """Return an accumulator as a `FragmentedArray`."""
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import vector
-
         pair = ir.VectorType.get((2,), self._f32)
         tiles, columns = sums.shape[:2]
         pairs = [vector.from_elements(pair, list(sums[i])) for i in np.ndindex(sums.shape[:3])]

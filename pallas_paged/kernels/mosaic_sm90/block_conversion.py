@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_paged.kernels.mosaic.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP, Emitter
@@ -62,10 +65,6 @@ class BlockConversion:
 
         @plgpu.inline_mgpu(arg_types=refs + (plgpu.Layout.WG_SPLAT,) * len(scalars))
         def convert(_, *args):
-            from jax.experimental.mosaic.gpu import utils
-            from jaxlib.mlir import ir
-            from jaxlib.mlir.dialects import arith
-
             m, f32 = Emitter(), ir.F32Type.get()
             pages, table, scales, out, *k_out = (utils.memref_ptr(x) for x in args[: len(given)])
             head, block, kv_len, first_key = map(m.scalar, args[len(given) :])

@@ -265,20 +265,14 @@ def _kernel(
 
 
 def _kernel_fwd(
-    config: Config,
-    eps: float,
-    routing: Routing | None,
-    interpret: bool,
-    attended: jax.Array | DecodeStates,
-    x: jax.Array,
-    weights: BlockWeights,
-    mailboxes: tuple[jax.Array, jax.Array],
+    config: Config, eps: float, routing: Any, interpret: bool, attended: Any, *others: Any
 ) -> Any:
     del config, interpret
     if isinstance(attended, DecodeStates) or routing is not None:
         raise NotImplementedError("partial states of attention have no gradient")
     steps = functools.partial(_steps, eps, None, None, None)
-    (x, out, _), vjp = jax.vjp(steps, attended, x, weights)
+    *arrays, mailboxes = others
+    (x, out, _), vjp = jax.vjp(steps, attended, *arrays)
     return (x, out, None, mailboxes), vjp
 
 

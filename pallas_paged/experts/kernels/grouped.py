@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -176,32 +177,9 @@ def _grouped_kernel(
 
         return lax.fori_loop(0, steps_of(fields), send, sent), following
 
-    def multiply(used, count):
-        """Return the product of a consumer's rows, and free the stages."""
-
-        def accumulate(acc):
-            @pl.loop(0, count)
-            def _(step):
-                stage = lax.rem(used + step, num_stages)
-                plgpu.barrier_wait(scratch.full.at[stage])
-                w = scratch.w.at[stage]
-                w = w.transpose((1, 0)) if how.transpose_rhs else w
-                plgpu.wgmma(acc, scratch.x.at[stage, group], w)
-                plgpu.wgmma_wait(1)  # for the step before
-
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_arrive(scratch.free.at[lax.rem(used + step - 1, num_stages)])
-
-            return acc[...]
-
-        product = pl.run_scoped(accumulate, plgpu.ACC((WG_ROWS, config.columns), jnp.float32))
-
-        @pl.when(count > 0)
-        def _():
-            plgpu.barrier_arrive(scratch.free.at[lax.rem(used + count - 1, num_stages)])
-
-        return product
+    def operands(_, stage):
+        w = scratch.w.at[stage]
+        return scratch.x.at[stage, group], w.transpose((1, 0)) if how.transpose_rhs else w
 
     def skip(used, count):
         @pl.loop(used, used + count)
@@ -243,7 +221,8 @@ def _grouped_kernel(
 
         @pl.when(has_rows)
         def _():
-            product = finish(multiply(used, count), fields[_GROUP], column)
+            product = multiply_stages(scratch, used, count, config.columns, operands)
+            product = finish(product, fields[_GROUP], column)
             store_rows(
                 out,
                 product.astype(out.dtype),
@@ -274,6 +253,41 @@ def _grouped_kernel(
                 for i in reversed(range(_PENDING)):
                     arrive_with_rows(sent - 1, i)
             ops.drain(scratch.free, sent)
+
+
+def multiply_stages(
+    scratch: Any, used: Any, count: Any, columns: int, operands: Callable[[Any, Any], Any]
+) -> jax.Array:
+    """Return the sum f32 `[64, columns]` of the products of stages of a ring, and free the stages.
+
+    Args:
+        scratch: with the barriers `full` and `free`.
+        used, count: stages before, and of these products.
+        operands: function of a product's number and stage that returns refs to shared memory.
+    """
+    num_stages = scratch.full.shape[0]
+
+    def accumulate(acc):
+        @pl.loop(0, count)
+        def _(step):
+            stage = lax.rem(used + step, num_stages)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            plgpu.wgmma(acc, *operands(step, stage))
+            plgpu.wgmma_wait(1)  # for the step before
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(scratch.free.at[lax.rem(used + step - 1, num_stages)])
+
+        return acc[...]
+
+    product = pl.run_scoped(accumulate, plgpu.ACC((WG_ROWS, columns), jnp.float32))
+
+    @pl.when(count > 0)
+    def _():
+        plgpu.barrier_arrive(scratch.free.at[lax.rem(used + count - 1, num_stages)])
+
+    return product
 
 
 def activate(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:

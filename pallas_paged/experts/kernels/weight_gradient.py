@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
 from pallas_paged.experts.kernels.config import ALIGN, WG_ROWS
+from pallas_paged.experts.kernels.grouped import multiply_stages
 from pallas_paged.experts.kernels.rows import store_rows
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
@@ -131,34 +132,17 @@ def _gradient_kernel(
         following = item_of(i + 1)
         first, count = blocks_of(start, size)
 
-        def accumulate(acc):
-            @pl.loop(0, count)
-            def _(step):
-                stage = lax.rem(used + step, _STAGES)
-                plgpu.barrier_wait(scratch.full.at[stage])
-                lo = start - first - step * WG_ROWS
-                hi = lo + size
+        def operands(step, stage):
+            lo = start - first - step * WG_ROWS
+            hi = lo + size
 
-                @pl.when((lo > 0) | (hi < WG_ROWS))
-                def _():
-                    write_zeros(stage, lo, hi)
+            @pl.when((lo > 0) | (hi < WG_ROWS))
+            def _():
+                write_zeros(stage, lo, hi)
 
-                a = scratch.a.at[stage, consumer].transpose((1, 0))
-                plgpu.wgmma(acc, a, scratch.b.at[stage])
-                plgpu.wgmma_wait(1)  # for the step before
+            return scratch.a.at[stage, consumer].transpose((1, 0)), scratch.b.at[stage]
 
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_arrive(scratch.free.at[lax.rem(used + step - 1, _STAGES)])
-
-            return acc[...]
-
-        product = pl.run_scoped(accumulate, plgpu.ACC((WG_ROWS, columns), jnp.float32))
-
-        @pl.when(count > 0)
-        def _():
-            plgpu.barrier_arrive(scratch.free.at[lax.rem(used + count - 1, _STAGES)])
-
+        product = multiply_stages(scratch, used, count, columns, operands)
         place = row + consumer * WG_ROWS
         word = jnp.where(place < k, -1, 0)
         store_rows(

@@ -29,7 +29,7 @@ BATCHES = {
 
 def decode(lens, num_programs, case=CASE, *, sinks=None, fixed_split_size=None, **options):
     """The call, its arrays as `Arrays`, and those of its case."""
-    from pallas_paged.kernels.triton import decode
+    from pallas_paged.kernels.triton import decode, merge
 
     made = dataclasses.replace(case, seq_lens=lens).make()
     names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
@@ -41,7 +41,7 @@ def decode(lens, num_programs, case=CASE, *, sinks=None, fixed_split_size=None, 
     def call(arrays):
         """Return the states, (out, lse), and the number of states of each row."""
         states = decode.decode_states(arrays, options=options, config=config, interpret=True)
-        merged = decode.merge.merge_decode(states, dtype=arrays.q.dtype, interpret=True)
+        merged = merge.merge_decode(states, dtype=arrays.q.dtype, interpret=True)
         rows = jnp.arange(arrays.num_seqs)
         _, count = jax.vmap(states.plan.partials_of_row, (0, None))(rows, states.unit_ends)
         return states, merged, count

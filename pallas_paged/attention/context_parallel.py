@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -122,12 +122,9 @@ def paged_attention(
     check_names("context_parallel.paged_attention", options, AttentionOptions, *_REFUSED)
     _check_types(layer, pages)
     check_flag("shard_heads", shard_heads)
-    sinks = options.get("sinks")
 
-    def attend(
-        q: jax.Array, layer: LayerKV, pages: LocalPages, sinks: jax.Array | None
-    ) -> jax.Array:
-        arrays = _checked(q, layer, pages, sinks)
+    def attend(tokens: Any, layer: Any, pages: Any, _: None, sinks: Any) -> jax.Array:
+        arrays = _checked(tokens[0], layer, pages, sinks)
         state = dispatch.attend(
             "decode",
             dataclasses.replace(arrays, sinks=None),  # they join once, in the merge
@@ -135,12 +132,8 @@ def paged_attention(
         )
         return _merge(_exchange(*state, shard_heads), arrays.sinks)
 
-    heads, sinks_spec = mesh_spec(mesh, None, TENSOR_AXIS), mesh_spec(mesh, TENSOR_AXIS)
-    in_specs = (heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), sinks_spec)
-    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if shard_heads else heads
-    return on_devices(attend, mesh, in_specs, out_spec)(
-        as_array("q", q), layer, pages, None if sinks is None else as_array("sinks", sinks)
-    )
+    given = as_array("q", q), layer, pages, None, options.get("sinks")
+    return _on_devices(attend, mesh, given, shard_heads=shard_heads)
 
 
 @default_promotion()
@@ -183,21 +176,13 @@ def ragged_paged_attention(
     check_names(function, options, allowed, *_REFUSED)
     _check_types(layer, pages)
     check_flag("shard_heads", shard_heads)
-    sinks = options.get("sinks")
     tokens = {name: as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     shapes = {name: tuple(x.shape) for name, x in tokens.items()}
     if any(len(shape) != 3 or shape[0] != shapes["q"][0] for shape in shapes.values()):
         raise ValueError(f"q, k and v must be [T, heads, head_dim] of the same T, got {shapes}")
 
-    def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        layer: LayerKV,
-        pages: LocalPages,
-        cu_q_lens: jax.Array,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
+    def attend(tokens: Any, layer: Any, pages: Any, cu_q_lens: Any, sinks: Any) -> jax.Array:
+        q, k, v = tokens
         arrays = _checked(q, layer, pages, sinks, cu_q_lens)
         how = static_options(arrays.head_dim, options)
         attend_to = functools.partial(dispatch.attend, "ragged", how=how)
@@ -209,16 +194,21 @@ def ragged_paged_attention(
         )
         return _merge(_exchange(*older, shard_heads), arrays.sinks, newest)
 
+    offsets = as_array("cu_q_lens", cu_q_lens)
+    given = *tokens.values(), layer, pages, offsets, options.get("sinks")
+    return _on_devices(attend, mesh, given, shard_heads=shard_heads)
+
+
+def _on_devices(
+    attend: Callable[..., jax.Array], mesh: Mesh | None, given: Any, *, shard_heads: bool
+) -> jax.Array:
+    """Return `attend(*given)`: arrays of tokens, a layer, pages, offsets or None, and sinks."""
+    *tokens, layer, pages, offsets, sinks = given
     heads, sinks_spec = mesh_spec(mesh, None, TENSOR_AXIS), mesh_spec(mesh, TENSOR_AXIS)
-    in_specs = (heads, heads, heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), P(), sinks_spec)
+    in_specs = [heads] * len(tokens), pool_specs(mesh, layer), P(CONTEXT_AXIS), P(), sinks_spec
     out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if shard_heads else heads
-    return on_devices(attend, mesh, in_specs, out_spec)(
-        *tokens.values(),
-        layer,
-        pages,
-        as_array("cu_q_lens", cu_q_lens),
-        None if sinks is None else as_array("sinks", sinks),
-    )
+    sinks = None if sinks is None else as_array("sinks", sinks)
+    return on_devices(attend, mesh, in_specs, out_spec)(tokens, layer, pages, offsets, sinks)
 
 
 def _check_types(layer: Any, pages: Any) -> None:

@@ -114,7 +114,7 @@ class DevicePeers:
         if x.ndim != 2 or not _packets(x):
             rows = x.reshape(1, -1)
             rows = jnp.pad(rows, ((0, 0), (0, -x.size % _PACKET)))
-        if self._why_not(rows) is not None:
+        if not self._can_add_up(rows):
             return lax.psum(x, self.axis)
         (out,) = self._kernel(rows)
         return out.ravel()[: x.size].reshape(x.shape)
@@ -128,9 +128,8 @@ class DevicePeers:
     ) -> tuple[jax.Array, jax.Array]:
         """Return `residual` `[T, E]` plus the sum of `x`, and its RMS norm."""
         kinds = {x.dtype, residual.dtype, weight.dtype}
-        if kinds == {jnp.dtype(jnp.bfloat16)} and self._why_not(x) is None:
-            out, normed = self._kernel(x, residual, weight, eps=eps)
-            return out, normed
+        if kinds == {jnp.dtype(jnp.bfloat16)} and self._can_add_up(x):
+            return self._kernel(x, residual, weight, eps=eps)
         out = residual + self.sum(x)
         return out, rms_norm(out, weight, eps)
 
@@ -149,20 +148,16 @@ class DevicePeers:
         """
         kinds = {x.dtype, weight.dtype, residual.dtype, norm.dtype}
         parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
-        if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
+        if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or not self._can_add_up(residual):
             return self.add_and_norm(x @ weight.T, residual, norm, eps)
-        out, normed = self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
-        return out, normed
+        return self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
 
-    def _why_not(self, x: jax.Array) -> str | None:
-        """Return why the kernel can't add up `x` `[rows, E]`, or None."""
-        if x.size * x.dtype.itemsize > self.capacity or x.shape[0] > REDUCE_ROWS:
-            return "is too large"
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            return "has another dtype"
-        return None if _packets(x) else f"needs row bytes divisible by {_PACKET}"
+    def _can_add_up(self, x: jax.Array) -> bool:
+        """Return whether the kernel can add up `x` `[rows, E]`."""
+        fits = x.size * x.dtype.itemsize <= self.capacity and x.shape[0] <= REDUCE_ROWS
+        return fits and x.dtype in (jnp.bfloat16, jnp.float32) and _packets(x)
 
-    def _kernel(self, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    def _kernel(self, *arrays: jax.Array, **options: Any) -> Any:
         from pallas_paged.decoder.kernels.all_reduce import all_reduce
 
         x, *others = arrays
@@ -180,7 +175,7 @@ class DevicePeers:
 def create_peers(mesh: Mesh) -> Peers:
     """Return the memory for sums over a mesh of one axis; its capacity is 0 without a kernel."""
     size, capacity, num_bytes = mesh.size, 0, 4
-    if _why_no_kernel(mesh) is None:
+    if _has_kernel(mesh):
         capacity = _MAX_BYTES // (size - 1) // 128 * 128
         num_bytes = memory_bytes(size, capacity)
     sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
@@ -196,17 +191,16 @@ def create_peers(mesh: Mesh) -> Peers:
     return Peers(addresses=addresses, memory=memory, mesh=mesh, capacity=capacity)
 
 
-def _why_no_kernel(mesh: Mesh) -> str | None:
-    """Return why the devices of a mesh can't add up by the kernel, or None."""
+def _has_kernel(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh can add up by the kernel.
+
+    Devices of other processes have addresses of their own.
+    """
     devices = mesh.devices.flatten().tolist()
-    if len(devices) == 1:
-        return "there is one device"
-    if {device.process_index for device in devices} != {jax.process_index()}:
-        return "devices of other processes have addresses of their own"
-    reason = mosaic_support.why_not_jax() or support.why_not_device(Device.here())
-    if reason is not None:
-        return reason
-    return None if _can_access(devices) else "a GPU can't access the memory of another"
+    is_here = {device.process_index for device in devices} == {jax.process_index()}
+    if len(devices) == 1 or not is_here or mosaic_support.why_not_jax() is not None:
+        return False
+    return support.why_not_device(Device.here()) is None and _can_access(devices)
 
 
 def _can_access(devices: list[Any]) -> bool:

@@ -46,8 +46,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.decoder.kernels import device_mail
 from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, tile_indices, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
-from pallas_paged.decoder.kernels.one_row_producer import send_products
-from pallas_paged.decoder.kernels.one_row_product import HALF, multiply_by_row, products_of
+from pallas_paged.decoder.kernels.one_row_product import (
+    HALF,
+    multiply_by_row,
+    products_of,
+    send_products,
+)
 from pallas_paged.decoder.kernels.one_row_refs import (
     CLEARED,
     OneRowOutputs,

@@ -176,15 +176,8 @@ def decode_states(
 ) -> tuple[tuple[Any, ...], Callable[[DecodeStates], tuple[jax.Array, jax.Array]]] | None:
     """Return the partial states of a call of checked arrays of one device, and their merge.
 
-    They have no gradient.
-
-    Args:
-        arrays, how: as in `attend`.
-        new: the newest tokens of the sequences, if the kernel is to write them.
-
-    Returns:
-        The states, behind them the pages of K and V with `new`; and the merge. None if the
-        implementation has no partial states or, with `new`, does not write.
+    They have no gradient. With `new`, the newest tokens of the sequences, the kernel writes these
+    as well, and the pages of K and V are behind the states. None if the implementation can't do it.
 
     Raises:
         ValueError, NotImplementedError: as `choose`.
@@ -210,11 +203,7 @@ def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:
 
 
 def resolve(call: Call, implementation: Implementation | None) -> Callable[..., Any]:
-    """Return the function that does a call.
-
-    Raises:
-        ValueError, NotImplementedError: as `choose`.
-    """
+    """Return the function that does a call, or raise as `choose`."""
     family = FAMILIES.get(choose(call, implementation))
     if family is not None:
         return family.bind(tuned(call, family))

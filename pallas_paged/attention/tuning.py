@@ -113,11 +113,7 @@ def _valid(path: str, found: list[Any]) -> Iterator[_Entry]:
 
 
 def _entry(name: str, fields: Any) -> _Entry:
-    """Return an entry.
-
-    Raises:
-        TypeError, ValueError: it has other fields or another class, or its config is not valid.
-    """
+    """Return an entry; TypeError or ValueError if its fields, its class or its config are wrong."""
     if not isinstance(fields, dict) or not _FIELDS <= fields.keys() <= _FIELDS | _MEASURED:
         raise ValueError(f"its fields must be {', '.join(sorted(_FIELDS | _MEASURED))}")
     kind, sizes, config = (fields[x] for x in ("config_class", "sizes", "config"))

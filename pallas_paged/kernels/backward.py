@@ -34,12 +34,8 @@ def attention_gradient(
 ) -> dict[str, jax.Array]:
     """Return the gradients of the fields `names` of the arrays. Pages of one byte have none.
 
-    Args:
-        arrays: of the forward pass.
-        out, lse: its result.
-        d_out, d_lse: the gradients of the result.
-        names: some of "q", "k_pages", "v_pages", "alibi_slopes" and "sinks".
-        kernels: make all gradients but the gradient of the sinks.
+    `names` are some of "q", "k_pages", "v_pages", "alibi_slopes" and "sinks". From `kernels` come
+    all gradients but that of the sinks. `out` and `lse` are the result of the forward pass.
     """
     if arrays.cu_q_lens is None:  # decoding: a query a row
         offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)

@@ -84,9 +84,7 @@ class DecodePlan:
     ) -> DecodePlan:
         """Return the plan of a call whose rows hold at most `max_kv_len` tokens.
 
-        Args:
-            with_whole_rows: as the attribute.
-            with_short_programs: have them, if rows may be long enough.
+        It has short programs where they are asked for and rows may be long enough.
         """
         num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
         num_blocks = num_seqs * pl.cdiv(max_kv_len, config.block_k)

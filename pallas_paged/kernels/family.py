@@ -70,13 +70,9 @@ class Family:
     def bind_states(
         self, call: Call, *, writes: bool
     ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """Return the function that makes the partial states of a decode call, and their merge.
+        """Return functions that make the partial states of a decode call and merge them, or None.
 
-        Args:
-            writes: whether the kernel is to write the newest tokens as well.
-
-        Returns:
-            None if the kernels can't.
+        With `writes` the kernel is to write the newest tokens as well.
         """
         return None
 

@@ -137,12 +137,9 @@ class Split:
 
     @classmethod
     def of(cls, tiles: Tiles, shape: PlanShape, shares: jax.Array) -> Split:
-        """Split tiles where that ends the call earlier, or at a fixed size.
+        """Split all tiles where that ends the call earlier, or at a fixed size.
 
-        Args:
-            tiles: all tiles.
-            shape: of the plan.
-            shares: f32`[K]`, `candidates`, in a kernel with more zeros.
+        The shares f32`[K]` are `candidates`, in a kernel with more zeros.
         """
         blocks = tiles.hi - tiles.lo
         if shape.fixed_split_size is None:

@@ -275,11 +275,9 @@ def plan_by_kernel(
     count_factor: int = 1,
     interpret: bool,
 ) -> Any:
-    """Return the plan of a call whose queries are the newest tokens of their sequences.
+    """Return the plan, of `types`, of a call whose queries are the newest tokens of their rows.
 
-    Args:
-        types: of the result.
-        count_factor: of the `count` of a packed plan.
+    The `count` of a packed plan is multiplied by `count_factor`.
     """
     from jax.experimental.pallas import triton as plgpu
 

@@ -169,11 +169,7 @@ LAYOUTS: dict[str, PageLayout] = {
 
 
 def checked_layout(kv_layout: Any) -> PageLayout:
-    """Return the layout of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the layout of this name, or raise ValueError."""
     if not isinstance(kv_layout, str) or kv_layout not in LAYOUTS:
         raise ValueError(f"{kv_layout=} must be one of {get_args(KVLayout)}")
     return LAYOUTS[kv_layout]

@@ -49,11 +49,7 @@ def check_scales(
 
 
 def checked_layer_scales(name: str, given: Any, num_layers: int) -> list[float]:
-    """Return scales of layers, a positive number for each.
-
-    Raises:
-        ValueError: they are something else.
-    """
+    """Return scales of layers, a positive number for each, or raise ValueError."""
     least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may be flushed to 0
     rule = f"{num_layers=} numbers, each at least {least:g}"
     scalar = not isinstance(given, Iterable) or not getattr(given, "ndim", 1)

@@ -25,8 +25,7 @@ def set_pages(x: jax.Array, axis: int, pages: jax.Array, values: jax.Array) -> j
 def set_tokens(x: jax.Array, axes: str, slots: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return pages or scales with tokens `[T, ...]` at the slots i32[T].
 
-    Args:
-        axes: of `x`, a letter each as in `PageLayout`. Those of `tokens` have the same order.
+    The axes of both have the same order; those of `x` have a letter each, as in `PageLayout`.
     """
     page_axis, page_size = axes.index("P"), x.shape[axes.index("N")]
     if "PN" in axes:

@@ -352,9 +352,9 @@ def _rows_kernel(
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "interpret"))
 def between_attentions(
-    attended: jax.Array,
-    residual: jax.Array,
-    counters: tuple[jax.Array, jax.Array],
+    attended: jax.Array,  # bf16[R, A], with R a multiple of 8 up to 128, or of 16 up to 256
+    residual: jax.Array,  # bf16[R, E]
+    counters: tuple[jax.Array, jax.Array],  # from `new_counters` or from the call before
     weights: BlockWeights,
     *,
     eps: float,
@@ -364,16 +364,9 @@ def between_attentions(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the residual, the next `qkv` or the norm, and the counters of the next call.
 
-    It is traced and lowered once for all layers with the same sizes.
-
-    Args:
-        attended: bf16 `[R, A]`, with R a multiple of 8 up to 128, or of 16 up to 256.
-        residual: bf16 `[R, E]`.
-        counters: from `new_counters` or from the call before.
-        weights: without biases.
-        eps: epsilon of the norms.
-        config: the config; of one program if interpreted.
-        peers: of devices that share the columns of o and down, and the features of the others.
+    It is traced and lowered once for all layers with the same sizes. Weights have no biases. If it
+    is interpreted, the config is of one program. With
+    `peers` devices share the columns of o and down, and the features of the other weights.
     """
     now, after = map(jax.new_ref, counters)
     inputs = BlockInputs(

@@ -22,12 +22,10 @@ from pallas_paged.kernels.mosaic import ops
 
 
 def store_rows(where: Any, values: jax.Array, *, group: Any, interpret: bool) -> None:
-    """Store a tile of 64 rows of a product, without rows past the end.
+    """Store the tile number `group` of 64 rows of a product, without rows past the end.
 
-    Args:
-        where: ref `[R, n]` to device memory.
-        values: `[64, n]`, laid out as wgmma does; f32 or 16-bit elements.
-        group: i32, index of the tile.
+    `where` is a ref `[R, n]` to device memory; `values` are `[64, n]`, laid out as wgmma does, f32
+    or 16-bit elements.
     """
     num_rows = where.shape[0]
     if interpret:
@@ -136,12 +134,9 @@ def _place(where: Any, group: Any) -> tuple[Any, Any, int]:
 def sum_squares(squares: Any, sums: Any, *, at_once: int) -> Iterator[None]:
     """Add up the sums of all programs into 4 for each of 64 rows, in shared memory.
 
-    This is a generator: whenever it yields, loads are in flight.
-
-    Args:
-        squares: ref f32 `[n, SUMS]` to device memory, 64 sums of each program.
-        sums: ref f32 `[SUMS]` to shared memory.
-        at_once: rows of `squares` that are in flight.
+    This is a generator: whenever it yields, loads of `at_once` rows of `squares` are in flight.
+    These are f32 `[n, SUMS]` in device memory, 64 of each program, and `sums` f32 `[SUMS]` in
+    shared memory.
     """
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((1, SUMS), (SUMS // 4,), (2,))),
@@ -162,10 +157,7 @@ def sum_squares(squares: Any, sums: Any, *, at_once: int) -> Iterator[None]:
 def inverse_rms(sums: Any, *, size: int, eps: float) -> jax.Array:
     """Return the inverse root mean squares f32`[64]` of 64 rows, one value per row of wgmma.
 
-    Args:
-        sums: ref f32 `[SUMS]` to shared memory, of `sum_squares`.
-        size: of a row.
-        eps: of the norm.
+    The `sums` are those of `sum_squares`, of rows of `size` elements.
     """
     totals = [
         ops.load_shared(sums.at[pl.ds(i, GROUP_ROWS)], ops.WGMMA_ROW)

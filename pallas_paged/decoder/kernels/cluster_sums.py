@@ -31,29 +31,18 @@ def _meet_cluster(barrier: Any) -> None:
 
 
 def sum_over_cluster(
-    accs: Sequence[jax.Array],
-    buffer: Any,
-    transforms: Any,
+    accs: Sequence[jax.Array],  # f32[64, n] in the layout of wgmma, with consecutive features
+    buffer: Any,  # ref to shared memory, the same in all programs
+    transforms: Any,  # of the buffer
     *,
-    may_send: Any,
-    sent: Any,
-    part: int,
-    cluster_size: int,
-    num_rows: int,
-    group: Any,
+    may_send: Any,  # barrier of the cluster
+    sent: Any,  # barrier of the cluster
+    part: int,  # features of each program, in units of 8; parts are spread over those of `accs`
+    cluster_size: int,  # a power of 2
+    num_rows: int,  # that there are
+    group: Any,  # i32, which 64 of the rows these are
 ) -> jax.Array:
-    """Return f32 `[64, 8 * part]`, the sum over the cluster of this program's part of the features.
-
-    Args:
-        accs: f32 `[64, n]` in the layout of wgmma, with consecutive features.
-        buffer: ref to shared memory with these transforms, the same in all programs.
-        may_send, sent: barriers of the cluster.
-        part: features that each program gets, in units of 8. Parts are spread over the features of
-            `accs`.
-        cluster_size: a power of 2.
-        num_rows: rows that there are.
-        group: i32, which 64 of the rows these are.
-    """
+    """Return f32 `[64, 8 * part]`, the cluster's sum of this program's part of the features."""
     num_features = 8 * part
     ref, splat = plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT
 

@@ -334,10 +334,10 @@ def _block_kernel(
 
 
 def between_attentions(
-    attended: jax.Array | DecodeStates,
-    residual: jax.Array,
-    mailboxes: tuple[jax.Array, jax.Array],
-    weights: BlockWeights,
+    attended: jax.Array | DecodeStates,  # [1, A] of 16 bits, or states of one row to merge
+    residual: jax.Array,  # [1, E]
+    mailboxes: tuple[jax.Array, jax.Array],  # from `new_mailboxes` or from the call before
+    weights: BlockWeights,  # of the dtype of the residual
     *,
     eps: float,
     config: DecoderBlockConfig,
@@ -347,17 +347,9 @@ def between_attentions(
 ) -> tuple[Any, ...]:
     """Return the residual, the next `qkv` or the norm, and the mailboxes of the next call.
 
-    With `routing`, the chosen experts i32`[1, k]` are before the mailboxes.
-
-    Args:
-        attended: `[1, A]` of 16-bit elements, or the states of one row, which are merged here.
-        residual: `[1, E]`.
-        mailboxes: from `new_mailboxes` or from the call before.
-        weights: of the dtype of the residual.
-        eps: epsilon of the norms.
-        config: the config; of one program if interpreted.
-        routing: how experts are chosen, of weights with a router.
-        peers: of devices that share the columns of o and down, and the features of the others.
+    With `routing`, which is for weights with a router, the chosen experts i32`[1, k]` are before
+    the mailboxes. If it is interpreted, the config is of one program. With
+    `peers` devices share the columns of o and down, and the features of the other weights.
     """
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
     num_features, given = padded_features(weights), weights

@@ -56,13 +56,10 @@ def publish(
 def wait_for_mail(
     mailbox: Any, starts: Sequence[Any], layout: Any, size: int, *, interpret: bool
 ) -> list[jax.Array]:
-    """Wait until a mailbox has these elements; return f32`[size]` from each start on.
+    """Wait until a mailbox has these elements; return f32`[size]`, `WG_STRIDED`, from each start.
 
-    All are loaded again until none is empty: this needs no flag beside the data, and no order
-    among memory operations but that of each element.
-
-    Args:
-        layout: layout of the results, `WG_STRIDED`.
+    All are loaded again until none is empty: this needs no flag beside the data, and no order among
+    memory operations but that of each element.
     """
     wheres = [mailbox.at[pl.ds(start, size)] for start in starts]
     if interpret:

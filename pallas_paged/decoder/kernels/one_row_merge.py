@@ -22,15 +22,12 @@ def merge_row(
     *,
     program: Any,
     num_programs: int,
-    publish: Callable[[Any, jax.Array], None],
+    publish: Callable[[Any, jax.Array], None],  # the first element of a piece, its values f32[64]
     interpret: bool,
 ) -> None:
     """Wait for the states of attention and merge this program's part of the row.
 
     A piece is 64 elements of one head, one for each row of wgmma.
-
-    Args:
-        publish: function of the first element of a piece of `[Hq * D]` and its values f32`[64]`.
     """
     plan, head_dim = states.plan, states.head_dim
     # Known before the states are: the kernel that makes them reads it, too.

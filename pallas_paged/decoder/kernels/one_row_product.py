@@ -126,13 +126,10 @@ class Product:
 def products_of(
     weights: BlockWeights, config: DecoderBlockConfig, num_features: dict[str, int], experts: Any
 ) -> dict[str, Product]:
-    """Return the products of a block, by the names of their weights.
+    """Return the products of a block, by the names of their weights, which are refs or arrays.
 
-    Args:
-        weights: refs, or arrays.
-        config: of the kernel.
-        num_features: of each weight, with padding, from `one_row_refs.padded_features`.
-        experts: of the products with gate, up and down, or None.
+    `num_features` are from `one_row_refs.padded_features`, and `experts` those of gate, up and
+    down.
     """
     splits = dict(o=config.o_splits, down=config.down_splits, router=config.router_splits)
     if experts is not None:

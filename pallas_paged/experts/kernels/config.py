@@ -45,12 +45,7 @@ class GroupedConfig:
 
 
 def many_rows_config(*, n: int, average: int, num_programs: int) -> GroupedConfig:
-    """Return the config for sorted rows.
-
-    Args:
-        n: rows of a matrix of the weight, or gate and up of all features.
-        average: rows of a group, on average.
-    """
+    """Return the config for sorted rows, `average` of a group; `n` as in `few_rows_config`."""
     consumers = 1 if average <= WG_ROWS else 2
     return _fill(consumers, WG_ROWS, min(_MAX_COLUMNS, n), 64, num_programs)
 

@@ -258,12 +258,10 @@ def _grouped_kernel(
 def multiply_stages(
     scratch: Any, used: Any, count: Any, columns: int, operands: Callable[[Any, Any], Any]
 ) -> jax.Array:
-    """Return the sum f32 `[64, columns]` of the products of stages of a ring, and free the stages.
+    """Return the sum f32 `[64, columns]` of products of `count` stages of a ring, and free them.
 
-    Args:
-        scratch: with the barriers `full` and `free`.
-        used, count: stages before, and of these products.
-        operands: function of a product's number and stage that returns refs to shared memory.
+    `used` stages were before. `operands` returns the refs of a product, by its number and its
+    stage.
     """
     num_stages = scratch.full.shape[0]
 

@@ -25,22 +25,15 @@ _CHUNKS = _ROW_BYTES // CHUNK
 
 
 def store_rows(
-    out: Any,
-    values: jax.Array,
+    out: Any,  # ref [M, N] to device memory, 16-bit, with N a multiple of 8
+    values: jax.Array,  # [64, n], laid out as wgmma does
     *,
-    row: Any,
-    column: Any,
-    words: tuple[Any, Any],
+    row: Any,  # i32, where the tile begins
+    column: Any,  # i32
+    words: tuple[Any, Any],  # i32, whose bits say which rows are stored
     interpret: bool,
 ) -> None:
-    """Store some rows of a tile of 64, and no column past the end.
-
-    Args:
-        out: ref `[M, N]` to device memory, 16-bit, with N a multiple of 8.
-        values: `[64, n]`, laid out as wgmma does.
-        row, column: i32, where the tile begins.
-        words: two i32, whose bits say which rows are stored.
-    """
+    """Store some rows of a tile of 64, and no column past the end."""
     num_columns = values.shape[1]
     if interpret:
 
@@ -117,11 +110,9 @@ def layout_of_rows(num_rows: int) -> Any:
 
 
 def rows_to_copy(rows: Any, first: Any, num_rows: int, *, interpret: bool) -> jax.Array:
-    """Return the rows of x that a tile has, for `copy_rows`.
+    """Return the rows of x that a tile has, from `first` on in a ref `i32[R]`, for `copy_rows`.
 
-    Args:
-        rows: ref `i32[R]` to device memory.
-        first: i32, the first element of the tile; those past the end are the last one again.
+    Those past the end are the last one again.
     """
     if interpret:
         return rows[...][jnp.minimum(first + jnp.arange(num_rows), rows.shape[0] - 1)]
@@ -134,11 +125,8 @@ def rows_to_copy(rows: Any, first: Any, num_rows: int, *, interpret: bool) -> ja
 def copy_rows(x: Any, rows: jax.Array, first_column: Any, to: Any, *, interpret: bool) -> None:
     """Start the copies of 64 columns of some rows, one asynchronous group, by all threads.
 
-    Args:
-        x: ref `[T, K]` to device memory, 16-bit.
-        rows: from `rows_to_copy`.
-        first_column: i32.
-        to: ref `[n, 64, 64]` to shared memory.
+    `x` is a ref `[T, K]` to device memory, 16-bit, and `to` a ref `[n, 64, 64]` to shared memory;
+    the rows are from `rows_to_copy`.
     """
     num_rows = to.shape[0] * WG_ROWS
     if interpret:

@@ -61,7 +61,9 @@ def merge_partials(
     heads: tuple[int, ...] = (),
     may_be_empty: bool = False,
 ) -> list[State]:
-    """Merge the partial states `first .. first + num_partials - 1`.
+    """Return the merged partial states `first .. first + num_partials - 1` for each of `places`.
+
+    A state is m f32`heads`, l f32`heads` and acc f32`[*heads, D]`.
 
     Args:
         places: of each query head, or of each H neighbours, the function from a partial state to
@@ -71,9 +73,6 @@ def merge_partials(
         layout: of `[*heads, D]`.
         heads: `(H,)` if a place has H heads, `()` if it has one without an axis.
         may_be_empty: states may have seen no key.
-
-    Returns:
-        A state (m f32`heads`, l f32`heads`, acc f32`[*heads, D]`) for each of `places`.
     """
     of_state = () if partials.out.shape[-1] == elements.size else (elements,)
 

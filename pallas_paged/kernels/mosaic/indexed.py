@@ -15,12 +15,7 @@ from pallas_paged.kernels.mosaic import ops
 
 
 def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """Return the elements of a ref to device memory at these indices of its flat memory.
-
-    Args:
-        ref: of elements of 2 or 4 bytes.
-        indices: i32`[n]`, in `layout`.
-    """
+    """Return the elements, of 2 or 4 bytes, of a ref to device memory at indices i32`[n]`, flat."""
     if interpret:
         return ref[...].reshape(-1)[indices]
     itemsize = jnp.dtype(ref.dtype).itemsize
@@ -58,13 +53,10 @@ def scatter(
     strong: bool = False,
     interpret: bool,
 ) -> None:
-    """Store values to a ref to device memory, at these indices of its flat memory.
+    """Store values `[n]` to a ref to device memory at indices i32`[n]`, flat; not at negative ones.
 
-    Args:
-        ref: of one or two axes, of elements of 2 or 4 bytes.
-        indices: i32`[n]`, in `layout`; nothing is stored at negative ones.
-        values: `[n]`, in `layout`.
-        strong: whether other programs load the elements before the kernel ends.
+    The ref has one or two axes, of elements of 2 or 4 bytes. With `strong`, other programs load
+    them before the kernel ends.
     """
     if interpret:
 

@@ -185,11 +185,9 @@ def wgmma_many(
     *,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Return `accs` after products were added to some of them.
+    """Return f32 accumulators after products were added to some of them.
 
-    Args:
-        accs: f32 accumulators.
-        products: the index in `accs`, and both operands in shared memory.
+    A product is an index in `accs`, and both operands in shared memory.
     """
     if interpret:
         accs = list(accs)
@@ -245,11 +243,7 @@ def wait_if(condition: Any, barrier: Any) -> None:
 
 
 def free_stage(free: Any, sent: Any) -> jax.Array:
-    """Return the stage of a ring that block number `sent` goes to, once it is free.
-
-    Args:
-        free: a barrier for each stage, complete when a block there has been used.
-    """
+    """Return the stage of a ring for block number `sent`, once the block there has been used."""
     stage = lax.rem(sent, free.shape[0])
     wait_if(sent >= free.shape[0], free.at[stage])
     return stage

@@ -33,11 +33,7 @@ class Pages:
 
     @classmethod
     def of(cls, arrays: Arrays, *, words: bool = False) -> Self:
-        """Return the pages of a call. Nothing is copied.
-
-        Args:
-            words: one-byte elements as words i16`[..., D / 2]`.
-        """
+        """Return the pages of a call, uncopied; one-byte ones with `words` as i16`[..., D / 2]`."""
 
         def of_kernel(x: Any) -> Any:
             if x is None or not words or x.dtype.itemsize > 1:

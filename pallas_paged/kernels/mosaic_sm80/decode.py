@@ -122,10 +122,7 @@ def attend(
     plan: DecodePlan,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to the K/V of a work item and leave its state.
-
-    The carry has the number of blocks until now, and whether copies for the item are on their way.
-    """
+    """Attend to the K/V of a work item and leave its state; return the carry of the loop."""
     options, pages, blocks = plan.options, inputs.pages, scratch.blocks
     _, block_k, columns = blocks.k.shape
     tile = lax.axis_index("head_tile")

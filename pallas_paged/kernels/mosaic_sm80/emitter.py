@@ -292,14 +292,6 @@ class Emitter:
             index,
         )
 
-    def load_device_word(self, address: Any) -> Any:
-        """Return 32 bits of device memory."""
-        return self.ptx("ld.global.b32 $0, [$1];", address, reads=True)
-
-    def store_device_chunk(self, address: Any, words: list[Any]) -> None:
-        """Store 16 bytes to device memory."""
-        self.effect("st.global.v4.b32 [$0], {$1,$2,$3,$4};", address, *words)
-
     def store_device_word(self, address: Any, word: Any, *, where: Any = None) -> None:
         """Store 32 bits to device memory, in threads where a condition holds."""
         utils.inline_ptx("st.global.b32 [$0], $1;", address, word, predicate=where)

@@ -62,11 +62,7 @@ class DecodeProgram(LatentProgram):
     def attend_item(
         self, item: WorkItem, next_item: WorkItem, carry: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend to the keys of a work item and leave its state.
-
-        The carry has the number of blocks until now, and whether copies for the item are on their
-        way.
-        """
+        """Attend to the keys of a work item and leave its state; return the carry of the loop."""
         place, started = carry
         (work, rows), following = self.work_of(item), self.work_of(next_item)
         span, next_span = self.span_of(work, rows), self.span_of(*following)
@@ -118,11 +114,7 @@ class DecodeProgram(LatentProgram):
 def latent_decode(
     arrays: Arrays, *, options: LogitOptions, config: LatentConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to latents with one query token a sequence, the newest.
-
-    Returns:
-        `(out [B, Hq, D], lse f32[B, Hq])`.
-    """
+    """Attend with one token a sequence; return `(out [B, Hq, D], lse f32[B, Hq])`."""
     num_seqs, num_q_heads, head_dim = arrays.q.shape
     plan = DecodePlan.of(
         config,

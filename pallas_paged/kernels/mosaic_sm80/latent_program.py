@@ -143,9 +143,8 @@ class LatentProgram:
     ) -> LatentState:
         """Return the state of the rows after the blocks of a work item.
 
-        Args:
-            following: blocks of the next item of the program, if there are any.
-            place, started, prefetch_next: as in `for_each_block`.
+        Where another item follows, its blocks and the other arguments are those of
+        `for_each_block`.
         """
         inputs, options, interpret = self.inputs, self.options, self.interpret
         scratch, blocks, layouts = self.scratch, self.scratch.blocks, self.layouts

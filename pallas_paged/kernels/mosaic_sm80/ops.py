@@ -105,10 +105,8 @@ def copy_rows(
 ) -> None:
     """Start the copy of rows `[first, first + count)` of a matrix to shared memory.
 
-    Rows of `to` from `count` on become 0, and so do columns past the matrix's.
-
-    Args:
-        plain: `to` is not swizzled.
+    Rows of `to` from `count` on become 0, and so do columns past the matrix's. It is swizzled, or
+    plain.
     """
     rows, columns = to.shape
     if interpret:
@@ -152,8 +150,7 @@ def store_rows(
 ) -> None:
     """Store the first `count` rows of a matrix f32`[R, C]` of this layout to device memory.
 
-    Args:
-        pitch: elements from one row of `ref` to the next; None for C.
+    There a row begins `pitch` elements after the one before, or C.
     """
     if interpret:
         ref[...] = value

@@ -48,8 +48,7 @@ class Blocks:
     def types(cls, config: Any, types: CallTypes, *, columns: int) -> Blocks:
         """Return the types of the refs for a config of decoding or of latents.
 
-        Args:
-            columns: elements of a row, at least head_dim; of one-byte pages words.
+        A row has `columns` elements, at least head_dim; of one-byte pages words.
         """
         num_stages, block_k, latent = config.num_stages, config.block_k, types.rope_dim > 0
         dtype = jnp.int16 if types.itemsize == 1 else types.dtype
@@ -121,8 +120,7 @@ class Copier:
     def copy_table(self, block: jax.Array, place: jax.Array) -> None:
         """Start the copy of the table entries of a block, for its later `copy_block`.
 
-        Args:
-            place: of the block among all that the program attends to.
+        `place` is that of the block among all that the program attends to.
         """
         if self.interpret:
             return

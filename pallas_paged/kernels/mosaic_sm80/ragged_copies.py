@@ -67,7 +67,7 @@ def find_keys(
         first, low, high = map(emit.scalar, (first, low, high))
         key = emit.clip(emit.add(first, emit.thread()), low, high)
         offset = emit.mul(emit.wide(emit.div(key, 1 << bits)), 4)
-        page = emit.load_device_word(emit.address(table, offset))
+        page = emit.ptx("ld.global.b32 $0, [$1];", emit.address(table, offset), reads=True)
         token = emit.rem(key, 1 << bits)
         found = [emit.add(emit.mul(page, x.page), emit.mul(token, x.token)) for x in places]
         return [emit.array(x) for x in found]

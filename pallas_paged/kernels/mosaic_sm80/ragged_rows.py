@@ -54,9 +54,7 @@ class RowOperands:
     def of(cls, arrays: Arrays, options: LogitOptions, *, num_tiles: int, count: int) -> Self:
         """Return the operands of a call.
 
-        Args:
-            num_tiles: tiles side by side that the query heads of a token take.
-            count: rows of a tile.
+        The query heads of a token take `num_tiles` tiles side by side, of `count` rows.
         """
         group = arrays.num_q_heads // num_tiles
 
@@ -250,8 +248,8 @@ def store_rows(
                 index = emit.load_word(indices, offset=4 * first)
                 words = emit.load_chunk(found, offset=first * pitch)
                 place = emit.add(emit.mul(emit.wide(index), 2 * head_dim), emit.wide(column))
-                to = emit.address(out_ref, place)
-                write = functools.partial(emit.store_device_chunk, to, words)
+                to, store = emit.address(out_ref, place), "st.global.v4.b32 [$0], {$1,$2,$3,$4};"
+                write = functools.partial(emit.effect, store, to, *words)
                 emit.run_if(emit.at_least(index, 0), write)
 
         when(copy_all)

@@ -78,9 +78,8 @@ class ConvertedRows:
     ) -> jax.Array:
         """Send the blocks `[lo, hi)` of a row through the ring, as `ring.stream` does.
 
-        Args:
-            k_scales: f32[num_stages, block_k] in shared memory, or None. Their copy is one more
-                arrival at `k_full`.
+        `k_scales` are f32[num_stages, block_k] in shared memory, or None. Their copy is one more
+        arrival at `k_full`.
         """
         first = self.first_block[row]
 

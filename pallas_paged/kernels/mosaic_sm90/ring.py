@@ -86,9 +86,6 @@ def page_to_read(page: jax.Array, first_page: jax.Array | None, last_page: jax.A
 
     Entries of the block table past the sequence's last page and left of its window may hold
     anything, so a page that is needed is copied again. The consumer masks its tokens.
-
-    Args:
-        first_page: None for 0.
     """
     if first_page is not None:
         page = jnp.maximum(page, first_page)
@@ -107,14 +104,10 @@ def stream(
     kv_iter: jax.Array,
     first_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Send the blocks `[lo, hi)` of a row of `kv_len` tokens through the ring.
+    """Send the blocks `[lo, hi)` of a row of `kv_len` tokens; return `kv_iter + hi - lo`.
 
-    Args:
-        first_key: the first key that any query sees, or None for all.
-        kv_iter: blocks that the producer has sent before.
-
-    Returns:
-        `kv_iter + hi - lo`.
+    The producer has sent `kv_iter` blocks before. `first_key` is the first that any query sees;
+    None for all.
     """
     num_stages, block_k = ring.num_stages, ring.k.shape[1]
     page_size, block_table = pages.page_size, pages.block_tables.at[row]
@@ -156,8 +149,7 @@ def zero_unreadable(
 ) -> None:
     """Zero V of a block but for the keys `[first_key, kv_len)`: it may be NaN, and 0 * NaN is NaN.
 
-    Args:
-        commit: show the zeros to the tensor cores.
+    With `commit` the tensor cores see the zeros.
     """
     block_k = ring.v.shape[1]
     for part in range(0, block_k, _ZEROED_ROWS):

@@ -244,11 +244,9 @@ def decode_merge_config(
 def ragged_merge_config(
     *, num_merges: int, block_q: int, head_dim: int, num_programs: int, fixed_split: bool
 ) -> MergeConfig:
-    """Return the heuristic tile of the merge of query tiles.
+    """Return the heuristic tile of the merge of query tiles, `num_merges` of which may be split.
 
-    Args:
-        num_merges: tiles that may have been split.
-        num_programs, fixed_split: as in `decode_merge_config`.
+    Other arguments are as in `decode_merge_config`.
     """
     head_dim = next_power_of_2(head_dim)
     if fixed_split:
@@ -301,11 +299,7 @@ def queries_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig
 
 
 def keys_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
-    """Return the config of the kernel that makes the gradients of keys and values.
-
-    Args:
-        head_dim, itemsize, rows: as in `queries_config`.
-    """
+    """Return the config for the gradients of keys and values; sizes as in `queries_config`."""
     padded = next_power_of_2(max(head_dim, 16))
     if itemsize == 4:
         return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)

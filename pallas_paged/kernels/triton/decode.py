@@ -223,14 +223,10 @@ def decode_states(
     interpret: bool,
     new: WriteArrays | None = None,
 ) -> Any:
-    """Attend with one query token per row, without the merge.
+    """Attend with one query token per row, without the merge; return `DecodeStates`.
 
-    Args:
-        arrays: of the call; `q` counts only for its shape where there is `new`.
-        new: the newest tokens of the rows, which are not in the pages yet.
-
-    Returns:
-        `DecodeStates`; and with `new` the pages of K and of V, in the same memory.
+    `new` are the newest tokens of the rows, not in the pages yet. `q` then counts only for its
+    shape, and the pages of K and of V are returned too, in the same memory.
     """
     num_seqs, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group = arrays.num_kv_heads, arrays.group

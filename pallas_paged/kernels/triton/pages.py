@@ -61,11 +61,7 @@ def with_slots(x: jax.Array, axes: str) -> jax.Array:
 
 
 def row_index(axes: str, slots: jax.Array, page_size: int, **places: Any) -> tuple[Any, ...]:
-    """Return the index of slots in pages or scales with these `slot_axes`.
-
-    Args:
-        places: the index of the axis of each other letter.
-    """
+    """Return the index of slots in pages or scales: `places` on other axes than those of slots."""
     if _SLOTS in axes:
         places[_SLOTS] = slots
     else:
@@ -114,8 +110,7 @@ class Tokens:
     def load_scales(self, ref: Any, mask: jax.Array | None = None) -> jax.Array | None:
         """Return the scales f32`[K]` of the tokens, or `[1]` for all; None of None.
 
-        Args:
-            mask: bool`[K]`; scales that are off are 0.
+        Where a mask bool`[K]` is off they are 0.
         """
         if ref is None or ref.shape == (1,):
             return None if ref is None else ref[...]

@@ -66,11 +66,7 @@ def attend(
     all_see: bool,
     operands: Operands,
 ) -> State:
-    """Return the state with one more block of keys.
-
-    Args:
-        all_see: every row has seen a key, in this block or before.
-    """
+    """Return the state after a block; with `all_see` all rows have seen a key, here or before."""
     m_i, l_i, acc = state
     column = factor if isinstance(factor, float) else factor[:, None]
     # A weight is the probability times the scale of its value. f16 has a small range, so there

@@ -46,21 +46,13 @@ KERNEL_CALLS = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRule:
-    """Which axes of a call's arrays may be sharded, and which are the same axis.
+    """Which axes of a call's arrays may be sharded, and which are the same axis."""
 
-    Attributes:
-        names: names of the arguments.
-        inputs: their axes.
-        outputs: the axes of the results.
-        shardable_axes: axes that may be sharded; all others are replicated.
-        divides_groups: whether the query heads of one KV head may be on several devices.
-    """
-
-    names: tuple[str, ...]
-    inputs: tuple[Axes, ...]
-    outputs: tuple[Axes, ...]
-    shardable_axes: tuple[str, ...]
-    divides_groups: bool = True
+    names: tuple[str, ...]  # names of the arguments
+    inputs: tuple[Axes, ...]  # their axes
+    outputs: tuple[Axes, ...]  # the axes of the results
+    shardable_axes: tuple[str, ...]  # axes that may be sharded; all others are replicated
+    divides_groups: bool = True  # whether the query heads of one KV head may be on several devices
 
     @property
     def shardy(self) -> str:

@@ -191,19 +191,13 @@ def write(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LocalWrite:
-    """The kernel on the arrays of one device.
+    """The kernel on the arrays of one device."""
 
-    Attributes:
-        names: the fields of `WriteArrays` that it takes, in order.
-        kv_layout, v_head_dim: of the layer.
-        eps, interpret: as in `write`.
-    """
-
-    names: tuple[str, ...]
-    kv_layout: KVLayout
-    v_head_dim: int | None
-    eps: float
-    interpret: bool
+    names: tuple[str, ...]  # the fields of `WriteArrays` that it takes, in order
+    kv_layout: KVLayout  # of the layer
+    v_head_dim: int | None  # of the layer
+    eps: float  # as in `write`
+    interpret: bool  # as in `write`
     one_device = False
 
     def arrays(self, arrays: tuple[jax.Array, ...]) -> WriteArrays:

@@ -25,19 +25,12 @@ from pallas_paged.experts.xla import rows_at, weight_gradient, weighted_sum
 
 @pytree
 class ExpertWeights:
-    """The weights of experts.
+    """The weights of experts."""
 
-    Attributes:
-        gate_up: `[X, F, 2, E]`.
-        down: `[X, E, F]`.
-        gate_up_bias: `[X, F, 2]` or None.
-        down_bias: `[X, E]` or None.
-    """
-
-    gate_up: jax.Array
-    down: jax.Array
-    gate_up_bias: jax.Array | None = None
-    down_bias: jax.Array | None = None
+    gate_up: jax.Array  # `[X, F, 2, E]`
+    down: jax.Array  # `[X, E, F]`
+    gate_up_bias: jax.Array | None = None  # `[X, F, 2]` or None
+    down_bias: jax.Array | None = None  # `[X, E]` or None
 
 
 @default_promotion()

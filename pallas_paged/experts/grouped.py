@@ -29,15 +29,10 @@ _DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What is static of a call.
+    """What is static of a call."""
 
-    Attributes:
-        implementation: the one that runs.
-        interpret: whether kernels are interpreted.
-    """
-
-    implementation: ExpertsImplementation
-    interpret: bool = False
+    implementation: ExpertsImplementation  # the one that runs
+    interpret: bool = False  # whether kernels are interpreted
 
 
 @default_promotion()

@@ -44,19 +44,13 @@ _CODE = tuple(f"pallas_paged.{room}" for room in ("experts", "kernels"))
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """A function of arrays by their names in `_AXES`, which is hashable.
+    """A function of arrays by their names in `_AXES`, which is hashable."""
 
-    Attributes:
-        function: of arrays by name; it returns a tuple.
-        results: the arguments whose axes the results have.
-        static: its further arguments by position.
-        one_device: whether it can't be divided: JAX orders callbacks into Python, which interpreted
-            kernels make, on one device only.
-    """
-
-    function: Callable[..., tuple[jax.Array, ...]]
-    results: tuple[str, ...]
-    static: tuple[Any, ...]
+    function: Callable[..., tuple[jax.Array, ...]]  # of arrays by name; it returns a tuple
+    results: tuple[str, ...]  # the arguments whose axes the results have
+    static: tuple[Any, ...]  # its further arguments by position
+    # Whether it can't be divided: JAX orders callbacks into Python, which interpreted kernels make,
+    # on one device only.
     one_device: bool
 
     @default_promotion()  # JAX also calls it after the entry has returned

@@ -17,15 +17,10 @@ _BLOCK = 256  # pairs whose ranks are counted by comparing each with all others
 
 @pytree
 class Groups:
-    """Consecutive rows of each group.
+    """Consecutive rows of each group."""
 
-    Attributes:
-        starts: `i32[G]`, its first row.
-        sizes: `i32[G]`, its number of rows.
-    """
-
-    starts: jax.Array
-    sizes: jax.Array
+    starts: jax.Array  # `i32[G]`, its first row
+    sizes: jax.Array  # `i32[G]`, its number of rows
 
     @classmethod
     def of(cls, sizes: jax.Array, *, align: int = 1) -> Groups:
@@ -36,16 +31,12 @@ class Groups:
 
 @pytree
 class Tiles:
-    """Tiles of consecutive rows, each with rows of one group.
+    """Tiles of consecutive rows, each with rows of one group."""
 
-    Attributes:
-        fields: `i32[num_tiles, 4]`: the group of a tile, its first row, and from where to where
-            rows of the tile are of the group.
-        count: `i32[1]`, the number of tiles; others hold anything.
-    """
-
+    # `i32[num_tiles, 4]`: the group of a tile, its first row, and from where to where rows of the
+    # tile are of the group.
     fields: jax.Array
-    count: jax.Array
+    count: jax.Array  # `i32[1]`, the number of tiles; others hold anything
 
 
 def max_tiles(num_rows: int, num_groups: int, *, block: int, align: int) -> int:
@@ -79,17 +70,11 @@ def tiles_of(groups: Groups, *, num_rows: int, block: int, align: int = 1) -> Ti
 
 @pytree
 class SortedPairs:
-    """Pairs of a token and an expert, sorted by expert, those of an expert in their order.
+    """Pairs of a token and an expert, sorted by expert, those of an expert in their order."""
 
-    Attributes:
-        groups: the rows of each expert.
-        rows: `i32[T, k]`, the row of each pair; `R` for pairs without an expert.
-        pairs: `i32[R]`, the pair `t * k + j` of each row; `T * k` for rows without one.
-    """
-
-    groups: Groups
-    rows: jax.Array
-    pairs: jax.Array
+    groups: Groups  # the rows of each expert
+    rows: jax.Array  # `i32[T, k]`, the row of each pair; `R` for pairs without an expert
+    pairs: jax.Array  # `i32[R]`, the pair `t * k + j` of each row; `T * k` for rows without one
 
     @property
     def tokens(self) -> jax.Array:

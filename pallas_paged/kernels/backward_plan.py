@@ -18,17 +18,13 @@ from pallas_paged.kernels.logits import LogitOptions
 
 @pytree
 class PageReaders:
-    """The entries of the block tables through which some query may see a page: its readers.
+    """The entries of the block tables through which some query may see a page: its readers."""
 
-    Attributes:
-        row, block: i32`[num_entries]` of each reader. Readers are sorted by page, and of one page
-            by row and block.
-        first, end: i32`[P]`, the readers of each page.
-    """
-
+    # i32`[num_entries]` of each reader. Readers are sorted by page, and of one page by row and
+    # block.
     row: jax.Array
     block: jax.Array
-    first: jax.Array
+    first: jax.Array  # i32`[P]`, the readers of each page
     end: jax.Array
 
     @classmethod
@@ -59,17 +55,14 @@ class KeyTiles:
 
     The tile of a page's first reader makes the gradient of the page, over all of its readers.
     Entries are numbers `row * pages_per_seq + block`.
-
-    Attributes:
-        tile: i32`[num_tiles]`, `row * tiles_per_row + block of keys`; those with the most queries
-            come first.
-        readers: of the pages.
-        first, end: i32`[num_entries]`, the readers of the entry's page; none (`first = end`) where
-            another entry is its first reader, or none reads it.
     """
 
+    # i32`[num_tiles]`, `row * tiles_per_row + block of keys`; those with the most queries come
+    # first.
     tile: jax.Array
-    readers: PageReaders
+    readers: PageReaders  # of the pages
+    # i32`[num_entries]`, the readers of the entry's page; none (`first = end`) where another entry
+    # is its first reader, or none reads it.
     first: jax.Array
     end: jax.Array
 

@@ -48,27 +48,17 @@ def programs_per_kv_head(num_programs: int, num_kv_heads: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodePlan:
-    """Static sizes of the split. The methods do the arithmetic, in kernels and outside.
+    """Static sizes of the split. The methods do the arithmetic, in kernels and outside."""
 
-    Attributes:
-        options: of the logits; only the sliding window matters here.
-        block_k: tokens of a block.
-        fixed_split_size: tokens of a work unit, a multiple of `block_k`; None for one block.
-        num_seqs: rows.
-        with_whole_rows: rows of equal length are not split if that costs little.
-        num_programs: programs of each KV head that start together.
-        num_short_programs: programs of each KV head after them.
-        num_partials: partial states for which there is room, per KV head.
-    """
-
-    options: LogitOptions
-    block_k: int
+    options: LogitOptions  # of the logits; only the sliding window matters here
+    block_k: int  # tokens of a block
+    # Tokens of a work unit, a multiple of `block_k`; None for one block.
     fixed_split_size: int | None
-    num_seqs: int
-    with_whole_rows: bool = False
-    num_programs: int
-    num_short_programs: int = 0
-    num_partials: int
+    num_seqs: int  # rows
+    with_whole_rows: bool = False  # rows of equal length are not split if that costs little
+    num_programs: int  # programs of each KV head that start together
+    num_short_programs: int = 0  # programs of each KV head after them
+    num_partials: int  # partial states for which there is room, per KV head
 
     @classmethod
     def of(

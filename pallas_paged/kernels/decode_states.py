@@ -14,28 +14,20 @@ from pallas_paged.kernels.decode_plan import DecodePlan
 
 @pytree
 class DecodeStates:
-    """Partial states of a decode call, each normalised: arrays, or refs to them.
+    """Partial states of a decode call, each normalised: arrays, or refs to them."""
 
-    Attributes:
-        out: f32`[partials, Hq, D]`, or `[Hkv, partials, N, C]` where the query heads of a KV head
-            are the first of N, and their elements the first of C.
-        lse: f32, without the last axis of `out`, base e.
-        results: None, or the final out `[B, Hq, D]` and lse f32`[B, Hq]` of the rows that have one
-            partial state, which then is not in `out` and `lse`. Of one row there are none.
-        unit_ends: i32`[B]`, from `DecodePlan.unit_ends`.
-        sinks: f32`[Hq]`, logits that join the denominators of their heads, or None.
-        plan: of the call.
-        num_q_heads, head_dim: Hq and D.
-    """
-
+    # f32`[partials, Hq, D]`, or `[Hkv, partials, N, C]` where the query heads of a KV head are the
+    # first of N, and their elements the first of C.
     out: Any
-    lse: Any
-    unit_ends: Any
-    sinks: Any
+    lse: Any  # f32, without the last axis of `out`, base e
+    unit_ends: Any  # i32`[B]`, from `DecodePlan.unit_ends`
+    sinks: Any  # f32`[Hq]`, logits that join the denominators of their heads, or None
+    # None, or the final out `[B, Hq, D]` and lse f32`[B, Hq]` of the rows that have one partial
+    # state, which then is not in `out` and `lse`. Of one row there are none.
     results: Any = None
-    plan: DecodePlan = dataclasses.field(metadata={"static": True})
-    num_q_heads: int = dataclasses.field(metadata={"static": True})
-    head_dim: int = dataclasses.field(metadata={"static": True})
+    plan: DecodePlan = dataclasses.field(metadata={"static": True})  # of the call
+    num_q_heads: int = dataclasses.field(metadata={"static": True})  # Hq
+    head_dim: int = dataclasses.field(metadata={"static": True})  # D
 
     def place_of(self, head: Any) -> Callable[[Any], tuple[Any, ...]]:
         """Return the function from a partial state to its index in `lse`, for a query head."""

@@ -28,17 +28,12 @@ _TFLOPS_OF_AN_SM = 0.7 * 989 / 132
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """The properties of a device that choose kernels and their configs.
+    """The properties of a device that choose kernels and their configs."""
 
-    Attributes:
-        platform, kind: as JAX names them.
-        num_sms: streaming multiprocessors; a small number where kernels are interpreted.
-        compute_capability: such as "9.0"; None where there is none or JAX does not know it.
-    """
-
-    platform: str
-    kind: str
-    num_sms: int
+    platform: str  # as JAX names it
+    kind: str  # as JAX names it
+    num_sms: int  # streaming multiprocessors; a small number where kernels are interpreted
+    # Such as "9.0"; None where there is none or JAX does not know it.
     compute_capability: str | None
 
     @classmethod

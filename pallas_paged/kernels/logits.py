@@ -19,18 +19,12 @@ LN_2 = math.log(2.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitOptions:
-    """Static options of the logits; kernels contain no code for an option that is off.
+    """Static options of the logits; kernels contain no code for an option that is off."""
 
-    Attributes:
-        sm_scale: factor of q.k.
-        soft_cap: c of `c * tanh(x / c)`, or None.
-        sliding_window: keys that a query sees, itself included, or None for all.
-        causal: whether a query sees no later key. Without it ALiBi falls off on both sides.
-    """
-
-    sm_scale: float
-    soft_cap: float | None = None
-    sliding_window: int | None = None
+    sm_scale: float  # factor of q.k
+    soft_cap: float | None = None  # c of `c * tanh(x / c)`, or None
+    sliding_window: int | None = None  # keys that a query sees, itself included, or None for all
+    # Whether a query sees no later key. Without it ALiBi falls off on both sides.
     causal: bool = True
 
     def first_key(self, positions: jax.Array) -> jax.Array:

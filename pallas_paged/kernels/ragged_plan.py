@@ -38,38 +38,26 @@ class Plan:
 
     A work item is a tile with all of its blocks of keys or, where the tile is split, with some of
     them. The items of a split tile are consecutive, and so are their partial states.
-
-    Attributes:
-        items: i32`[num_items]` fields, the tile of each item with the item's own `lo` and `hi`.
-        partial: i32`[num_items]`, index of the item's partial state; -1 where the item is all of
-            its tile.
-        first_item: i32`[num_merges]`, the first item of each split tile.
-        num_items: i32`[num_merges]`, items of that tile; 0 past the last split tile.
-        num_partials: partial states for which there is room. Static.
     """
 
-    items: Tiles
+    items: Tiles  # i32`[num_items]` fields, the tile of each item with the item's own `lo` and `hi`
+    # i32`[num_items]`, index of the item's partial state; -1 where the item is all of its tile.
     partial: jax.Array
-    first_item: jax.Array
-    num_items: jax.Array
+    first_item: jax.Array  # i32`[num_merges]`, the first item of each split tile
+    num_items: jax.Array  # i32`[num_merges]`, items of that tile; 0 past the last split tile
+    # Partial states for which there is room.
     num_partials: int = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanShape(Tiling):
-    """Static sizes of a plan.
+    """Static sizes of a plan."""
 
-    Attributes:
-        num_seqs, num_tokens, max_kv_len: sizes of the call.
-        num_programs: programs that run at the same time.
-        fixed_split_size: None, or keys after which a sequence of one tile is split.
-    """
-
-    num_seqs: int
-    num_tokens: int
-    max_kv_len: int
-    num_programs: int
-    fixed_split_size: int | None
+    num_seqs: int  # of the call
+    num_tokens: int  # of the call
+    max_kv_len: int  # of the call
+    num_programs: int  # programs that run at the same time
+    fixed_split_size: int | None  # None, or keys after which a sequence of one tile is split
 
     @classmethod
     def of(cls, arrays: Arrays, config: Any, options: LogitOptions, **sizes: int) -> PlanShape:
@@ -120,20 +108,14 @@ class PlanShape(Tiling):
 
 @pytree
 class Split:
-    """Splits of the keys of each tile into work items, i32 but for the last.
+    """Splits of the keys of each tile into work items, i32 but for the last."""
 
-    Attributes:
-        step: blocks of a work item.
-        count: work items of the tile; at least 1 if it has queries, since a program must write the
-            zeros of one that sees no key.
-        origin: the block where the first item begins, or before it.
-        has_partials: bool, whether the items leave partial states.
-    """
-
-    step: jax.Array
+    step: jax.Array  # blocks of a work item
+    # Work items of the tile; at least 1 if it has queries, since a program must write the zeros of
+    # one that sees no key.
     count: jax.Array
-    origin: jax.Array
-    has_partials: jax.Array
+    origin: jax.Array  # the block where the first item begins, or before it
+    has_partials: jax.Array  # bool, whether the items leave partial states
 
     @classmethod
     def of(cls, tiles: Tiles, shape: PlanShape, shares: jax.Array) -> Split:

@@ -68,19 +68,15 @@ class _Scratch:
 
 @pytree
 class PackedPlan:
-    """A plan with a row of device memory for each work item and each split tile.
+    """A plan with a row of device memory for each work item and each split tile."""
 
-    Attributes:
-        items: i32`[num_items, words]`, the fields of `Tiles` in order, then the index of the
-            partial state or -1. Further words are not written.
-        merges: i32`[num_merges, 5]`: the number of work items of a split tile, 0 past the last one,
-            the index of its first partial state, and `q_start`, `q_len` and `offset` of the tile.
-        count: i32`[1]`, work items times a constant.
-    """
-
+    # i32`[num_items, words]`, the fields of `Tiles` in order, then the index of the partial state
+    # or -1. Further words are not written.
     items: Any
+    # i32`[num_merges, 5]`: the number of work items of a split tile, 0 past the last one, the index
+    # of its first partial state, and `q_start`, `q_len` and `offset` of the tile.
     merges: Any
-    count: Any
+    count: Any  # i32`[1]`, work items times a constant
 
 
 def _plan_kernel(

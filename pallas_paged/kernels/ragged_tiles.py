@@ -28,23 +28,16 @@ def cdiv(a: jax.Array, b: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How queries are divided into tiles, and keys into blocks.
+    """How queries are divided into tiles, and keys into blocks."""
 
-    Attributes:
-        group: packed query rows of a token.
-        block_q, block_k: packed query rows of a tile, and keys of a block.
-        options: of the logits; only the sliding window and causality matter here.
-        has_tree: whether queries see keys by a tree mask.
-        align: tiles start at multiples of it among all packed tokens. The first tile of a sequence
-            may therefore begin before the sequence; those tokens have negative offsets. With
-            `align > 1` the group is 1.
-    """
-
-    group: int
-    block_q: int
-    block_k: int
-    options: LogitOptions
-    has_tree: bool
+    group: int  # packed query rows of a token
+    block_q: int  # packed query rows of a tile
+    block_k: int  # keys of a block
+    options: LogitOptions  # of the logits; only the sliding window and causality matter here
+    has_tree: bool  # whether queries see keys by a tree mask
+    # Tiles start at multiples of it among all packed tokens. The first tile of a sequence may
+    # therefore begin before the sequence; those tokens have negative offsets. With `align > 1` the
+    # group is 1.
     align: int = 1
 
     def most_tiles(self, num_seqs: int, num_tokens: int) -> int:

@@ -10,34 +10,22 @@ from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WriteArrays:
-    """The arrays of a call, checked; arrays that a call goes without are None.
+    """The arrays of a call, checked; arrays that a call goes without are None."""
 
-    Attributes:
-        qkv: `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
-        latents: in place of `qkv`, `[T, D]`, of each token its latent and its rotary key.
-        slots: i32`[T]`.
-        k_pages, v_pages: with all axes of the layout; `v_pages` is None where K and V share one.
-        k_scales, v_scales: f32 with the axes of the layout's scales, or f32`[]`.
-        cos, sin: f32`[T, R / 2]`, with R up to D.
-        q_norm, k_norm: `[D]`.
-        norm: `[v_head_dim]`, of latents.
-        kv_layout, v_head_dim: of the layer.
-    """
-
-    qkv: Any = None
-    latents: Any = None
-    slots: Any
-    k_pages: Any
-    v_pages: Any = None
-    k_scales: Any = None
-    v_scales: Any = None
-    cos: Any = None
-    sin: Any = None
-    q_norm: Any = None
-    k_norm: Any = None
-    norm: Any = None
-    kv_layout: KVLayout
-    v_head_dim: int | None = None
+    qkv: Any = None  # `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V
+    latents: Any = None  # in place of `qkv`, `[T, D]`, of each token its latent and its rotary key
+    slots: Any  # i32`[T]`
+    k_pages: Any  # with all axes of the layout
+    v_pages: Any = None  # like `k_pages`; None where K and V share one
+    k_scales: Any = None  # f32 with the axes of the layout's scales, or f32`[]`
+    v_scales: Any = None  # like `k_scales`
+    cos: Any = None  # f32`[T, R / 2]`, with R up to D
+    sin: Any = None  # f32`[T, R / 2]`, with R up to D
+    q_norm: Any = None  # `[D]`
+    k_norm: Any = None  # `[D]`
+    norm: Any = None  # `[v_head_dim]`, of latents
+    kv_layout: KVLayout  # of the layer
+    v_head_dim: int | None = None  # of the layer
 
     @property
     def layout(self) -> PageLayout:

@@ -16,17 +16,11 @@ from pallas_paged.pages.prefix_sums import prefix_sums
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStack:
-    """The fields of a `PageTable` that count references and hold the free pages.
+    """The fields of a `PageTable` that count references and hold the free pages."""
 
-    Attributes:
-        ref_counts: i32`[num_pages]`.
-        free_pages: i32`[num_pages]`; the first `num_free` entries are the free pages.
-        num_free: i32`[]`.
-    """
-
-    ref_counts: jax.Array
-    free_pages: jax.Array
-    num_free: jax.Array
+    ref_counts: jax.Array  # i32`[num_pages]`
+    free_pages: jax.Array  # i32`[num_pages]`; the first `num_free` entries are the free pages
+    num_free: jax.Array  # i32`[]`
 
     @property
     def num_pages(self) -> int:

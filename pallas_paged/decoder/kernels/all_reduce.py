@@ -47,30 +47,18 @@ def _f32(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Code:
-    """The kernel in PTX. `ref` of a name is `$0` and so on, the address of that array.
+    """The kernel in PTX. `ref` of a name is `$0` and so on, the address of that array."""
 
-    Attributes:
-        names: of the arrays, in the order of their addresses.
-        is_f32: whether elements of results are f32; else bf16.
-        num_devices, num_rows: of x.
-        num_parts: f32 arrays that x is the sum of; 0 if it has the dtype of the results.
-        packets: of a row.
-        capacity: bytes of the packets of one sender.
-        threads: of a program.
-        size: elements of a row.
-        eps: of the norm.
-    """
-
-    names: tuple[str, ...]
-    is_f32: bool
-    num_devices: int
-    num_rows: int
-    num_parts: int
-    packets: int
-    capacity: int
-    threads: int
-    size: int
-    eps: float
+    names: tuple[str, ...]  # of the arrays, in the order of their addresses
+    is_f32: bool  # whether elements of results are f32; else bf16
+    num_devices: int  # devices that have a part of the sum
+    num_rows: int  # of x
+    num_parts: int  # f32 arrays that x is the sum of; 0 if it has the dtype of the results
+    packets: int  # of a row
+    capacity: int  # bytes of the packets of one sender
+    threads: int  # of a program
+    size: int  # elements of a row
+    eps: float  # of the norm
 
     def ref(self, name: str) -> str:
         return f"${self.names.index(name)}"

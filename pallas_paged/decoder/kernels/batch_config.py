@@ -26,21 +26,13 @@ _MAX_STAGES = 16  # Mosaic takes 32 barriers at most
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductTiles:
-    """Division of the features of a product into equal tiles, which overlap.
+    """Division of the features of a product into equal tiles, which overlap."""
 
-    Attributes:
-        num_features: features of the weight; pairs of gate and up.
-        tile: features of a tile.
-        count: number of tiles.
-        is_pair: whether the weight is gate and up of the same features.
-        num_accs: accumulators for a tile, each with stages of its own.
-    """
-
-    num_features: int
-    tile: int
-    count: int
-    is_pair: bool
-    num_accs: int
+    num_features: int  # features of the weight; pairs of gate and up
+    tile: int  # features of a tile
+    count: int  # number of tiles
+    is_pair: bool  # whether the weight is gate and up of the same features
+    num_accs: int  # accumulators for a tile, each with stages of its own
 
     @property
     def acc_size(self) -> int:
@@ -50,34 +42,22 @@ class ProductTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderBatchConfig:
-    """Sizes of tiles, rings and clusters. Results of other configs differ by rounding only.
+    """Sizes of tiles, rings and clusters. Results of other configs differ by rounding only."""
 
-    Attributes:
-        num_parts: equal parts of the rows, each with its own clusters.
-        num_consumers: warpgroups that multiply, each 64 rows of a part.
-        num_clusters: clusters of a part. All must be on the device at once: programs wait for one
-            another.
-        cluster_size: programs of a cluster, which share the columns of a product; a power of 2.
-        o, gate_up, down, qkv: tiles of the products.
-        stage_features: rows of a stage of weights, `BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK` columns
-            each.
-        num_stages: of weights in shared memory.
-        num_x_stages: blocks of activations there.
-        num_in_flight: stages of weights in flight at once; None: 80 KB of each product, whose
-            stages may be smaller.
-    """
-
-    num_parts: int
-    num_consumers: int
+    num_parts: int  # equal parts of the rows, each with its own clusters
+    num_consumers: int  # warpgroups that multiply, each 64 rows of a part
+    # Clusters of a part. All must be on the device at once: programs wait for one another.
     num_clusters: int
-    cluster_size: int
-    o: ProductTiles
+    cluster_size: int  # programs of a cluster, which share the columns of a product; a power of 2
+    o: ProductTiles  # tiles of the products
     gate_up: ProductTiles
     down: ProductTiles
     qkv: ProductTiles
+    # Rows of a stage of weights, `BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK` columns each.
     stage_features: int
-    num_stages: int
-    num_x_stages: int
+    num_stages: int  # of weights in shared memory
+    num_x_stages: int  # blocks of activations there
+    # Stages of weights in flight at once; None: 80 KB of each product, whose stages may be smaller.
     num_in_flight: int | None
 
     @property

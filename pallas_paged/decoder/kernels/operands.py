@@ -79,20 +79,11 @@ class Routing:
 
 @pytree
 class BlockInputs:
-    """Arrays or refs to device memory.
+    """Arrays or refs to device memory."""
 
-    Attributes:
-        attended: `[R, A]`, or `DecodeStates` of one row.
-        residual: `[R, E]`.
-        weights: `BlockWeights`, of several rows without biases.
-        mailbox: i32, a ref: what the programs of the kernel write for one another.
-        next_mailbox: of the next call, to be cleared.
-        peers: `PeerMemory` where the columns of o and down are shared by devices, or None.
-    """
-
-    attended: Any
-    residual: Any
-    weights: Any
-    mailbox: Any
-    next_mailbox: Any
-    peers: Any = None
+    attended: Any  # `[R, A]`, or `DecodeStates` of one row
+    residual: Any  # `[R, E]`
+    weights: Any  # `BlockWeights`, of several rows without biases
+    mailbox: Any  # i32, a ref: what the programs of the kernel write for one another
+    next_mailbox: Any  # of the next call, to be cleared
+    peers: Any = None  # `PeerMemory` where devices share the columns of o and down

@@ -14,24 +14,16 @@ _MAX_COLUMNS = 256  # of wgmma's second operand
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedConfig:
-    """Sizes of tiles and of the ring. Results of other configs differ by rounding only.
+    """Sizes of tiles and of the ring. Results of other configs differ by rounding only."""
 
-    Attributes:
-        num_consumers: warpgroups that multiply, each 64 rows of a tile.
-        copy_rows: rows that are copied for each of them, a multiple of 8 up to 64. Others hold
-            anything, and are not stored.
-        columns: rows of the weight in a tile: columns of the result, or those of gate and up.
-        block_k: elements of K of a stage.
-        num_stages: of the ring.
-        num_programs: of the grid.
-    """
-
-    num_consumers: int
+    num_consumers: int  # warpgroups that multiply, each 64 rows of a tile
+    # Rows that are copied for each of them, a multiple of 8 up to 64. Others hold anything, and are
+    # not stored.
     copy_rows: int
-    columns: int
-    block_k: int
-    num_stages: int
-    num_programs: int
+    columns: int  # rows of the weight in a tile: columns of the result, or those of gate and up
+    block_k: int  # elements of K of a stage
+    num_stages: int  # of the ring
+    num_programs: int  # of the grid
 
     @property
     def block_rows(self) -> int:

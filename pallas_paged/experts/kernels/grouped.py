@@ -41,43 +41,29 @@ _PENDING = 2  # groups of copied rows on their way, while the next is started
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """What is static of the product.
+    """What is static of the product."""
 
-    Attributes:
-        is_pair: whether the weight is `[G, F, 2, K]`, and the result the activation `[M, F]`.
-        swiglu_limit: of `fused_experts`.
-        transpose_rhs: whether the weight is `[G, N, K]`; of a pair it is.
-        has_same_rows: whether the rows of x are the first ones for all tiles.
-        zeros: whether there may be tiles of group G, without a matrix, whose product is 0.
-    """
-
+    # Whether the weight is `[G, F, 2, K]`, and the result the activation `[M, F]`.
     is_pair: bool = False
-    swiglu_limit: float | None = None
-    transpose_rhs: bool = True
+    swiglu_limit: float | None = None  # of `fused_experts`
+    transpose_rhs: bool = True  # whether the weight is `[G, N, K]`; of a pair it is
+    # Whether there may be tiles of group G, without a matrix, whose product is 0.
     zeros: bool = False
-    has_same_rows: bool = False
+    has_same_rows: bool = False  # whether the rows of x are the first ones for all tiles
 
 
 @pytree
 class GroupedInputs:
-    """Inputs of the kernel: arrays or refs.
+    """Inputs of the kernel: arrays or refs."""
 
-    Attributes:
-        x: 16-bit `[M, K]`.
-        rows: `i32[R]`, the row of x of each row of a tile, or None for the row itself.
-        w: `[G, N, K]`, `[G, K, N]` or `[G, F, 2, K]`.
-        bias: `[G, N]`, `[G, 2, F]` or None.
-        fields: `i32[num_tiles, 3 + 2 * num_consumers]`: group, first row of x or of `rows`, first
-            row of the result, and bits of the rows that are stored.
-        count: `i32[1]`, tiles.
-    """
-
-    x: Any
-    rows: Any
-    w: Any
-    bias: Any
+    x: Any  # 16-bit `[M, K]`
+    rows: Any  # `i32[R]`, the row of x of each row of a tile, or None for the row itself
+    w: Any  # `[G, N, K]`, `[G, K, N]` or `[G, F, 2, K]`
+    bias: Any  # `[G, N]`, `[G, 2, F]` or None
+    # `i32[num_tiles, 3 + 2 * num_consumers]`: group, first row of x or of `rows`, first row of the
+    # result, and bits of the rows that are stored.
     fields: Any
-    count: Any
+    count: Any  # `i32[1]`, tiles
 
 
 @pytree

@@ -33,19 +33,12 @@ _REGISTERS = (232, 40)
 
 @pytree
 class GradientInputs:
-    """Inputs of the kernel: arrays or refs.
+    """Inputs of the kernel: arrays or refs."""
 
-    Attributes:
-        a: 16-bit `[M, K]`.
-        b: `[M, N]`.
-        starts: `i32[G]`, the first row of each group.
-        sizes: `i32[G]`, its number of rows.
-    """
-
-    a: Any
-    b: Any
-    starts: Any
-    sizes: Any
+    a: Any  # 16-bit `[M, K]`
+    b: Any  # `[M, N]`
+    starts: Any  # `i32[G]`, the first row of each group
+    sizes: Any  # `i32[G]`, its number of rows
 
 
 @pytree

@@ -23,19 +23,13 @@ _SEARCH_WAYS = 16  # parts into which a step of the search for a row divides the
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """Blocks of one row that a program attends to, and the index of their partial state.
+    """Blocks of one row that a program attends to, and the index of their partial state."""
 
-    Attributes:
-        row, seq_len: index of the row, and its tokens.
-        lo, hi: its blocks `[lo, hi)`; none if the row has no tokens.
-        partial: index of the partial state.
-    """
-
-    row: jax.Array
-    seq_len: jax.Array
-    lo: jax.Array
+    row: jax.Array  # index of the row
+    seq_len: jax.Array  # tokens of the row
+    lo: jax.Array  # its blocks `[lo, hi)`; none if the row has no tokens
     hi: jax.Array
-    partial: jax.Array
+    partial: jax.Array  # index of the partial state
 
 
 def row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:

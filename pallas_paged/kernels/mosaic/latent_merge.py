@@ -32,17 +32,11 @@ _FEW_STATES = 8  # of a tile
 
 @dataclasses.dataclass(frozen=True)
 class MergeShape:
-    """What a program of the merge has.
+    """What a program of the merge has."""
 
-    Attributes:
-        rows: 1, 2 or 4 of a tile, all within a sequence or all past its end.
-        columns: of their results.
-        block_s: partial states per loop step.
-    """
-
-    rows: int
-    columns: int
-    block_s: int
+    rows: int  # 1, 2 or 4 of a tile, all within a sequence or all past its end
+    columns: int  # of their results
+    block_s: int  # partial states per loop step
 
     @classmethod
     def of(cls, shape: PlanShape, head_dim: int) -> Self:

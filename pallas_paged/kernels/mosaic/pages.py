@@ -15,20 +15,15 @@ from pallas_paged.pages.layout import PageLayout
 
 @pytree
 class Pages:
-    """The pages of K and V, their scales and the block tables: arrays, or refs to them.
+    """The pages of K and V, their scales and the block tables: arrays, or refs to them."""
 
-    Attributes:
-        k, v: with all axes of their layout; v is None of latents.
-        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None; of
-            latents only those of k.
-        block_tables: i32`[B, N]`.
-    """
-
-    k: Any
-    v: Any
+    k: Any  # with all axes of their layout
+    v: Any  # like `k`; None of latents
+    # f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None; of latents only those of
+    # k.
     k_scales: Any
     v_scales: Any
-    block_tables: Any
+    block_tables: Any  # i32`[B, N]`
     layout: PageLayout = dataclasses.field(metadata={"static": True})
 
     @classmethod

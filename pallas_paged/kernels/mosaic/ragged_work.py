@@ -61,17 +61,11 @@ class MergeDescriptor:
 
 @pytree
 class RaggedOutputs:
-    """Results of a kernel of work items and of its merge: arrays, refs or types.
+    """Results of a kernel of work items and of its merge: arrays, refs or types."""
 
-    Attributes:
-        out: `[T * Hq, D of V]`, or `[T, Hq, D of V]`.
-        partials: of split tiles; None in the merge.
-        lse: f32, as `out` without the last axis; None where it is not wanted.
-    """
-
-    out: Any
-    partials: Any
-    lse: Any
+    out: Any  # `[T * Hq, D of V]`, or `[T, Hq, D of V]`
+    partials: Any  # of split tiles; None in the merge
+    lse: Any  # f32, as `out` without the last axis; None where it is not wanted
 
     @classmethod
     def types(
@@ -159,25 +153,15 @@ def positions_in_logits(arrays: Arrays, options: LogitOptions) -> jax.Array | No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryRows:
-    """What the logits of query rows depend on, and which keys the rows see.
+    """What the logits of query rows depend on, and which keys the rows see."""
 
-    Attributes:
-        options: of the logits.
-        before: keys older than all queries of the sequence.
-        positions: i32`[R]`.
-        last_seen: i32`[R]`, the last key that each may see.
-        slopes: f32`[R]` of ALiBi, or None.
-        tree_words: i32`[words, R]`, the bits of each row's tree mask, the last word 0; or None.
-        layout: of matrices of the rows in registers.
-    """
-
-    options: LogitOptions
-    before: Any
-    positions: jax.Array
-    last_seen: jax.Array
-    slopes: jax.Array | None
-    tree_words: Any
-    layout: Any = ops.WGMMA
+    options: LogitOptions  # of the logits
+    before: Any  # keys older than all queries of the sequence
+    positions: jax.Array  # i32`[R]`
+    last_seen: jax.Array  # i32`[R]`, the last key that each may see
+    slopes: jax.Array | None  # f32`[R]` of ALiBi, or None
+    tree_words: Any  # i32`[words, R]`, the bits of each row's tree mask, the last word 0; or None
+    layout: Any = ops.WGMMA  # of matrices of the rows in registers
 
     def logits(self, s: jax.Array, keys: jax.Array) -> tuple[jax.Array, Any]:
         """Return `base2_logits` of q.k f32`[R, K]` for keys at positions i32`[R, K]`."""

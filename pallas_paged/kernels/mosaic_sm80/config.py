@@ -141,22 +141,16 @@ def result_columns(head_dim: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """How the kernel and its merge run. Results differ by rounding only.
+    """How the kernel and its merge run. Results differ by rounding only."""
 
-    Attributes:
-        block_q: query rows of a tile, one for each token and query head: 16 or 32.
-        block_k: latents per loop step, 16 or 32; 32 where a tile has 16 rows.
-        num_stages: blocks of latents in shared memory.
-        num_programs: programs of the device that run at the same time. Latents are split
-            where that lets them end earlier.
-        fixed_split_size: None, or tokens after which the latents are split of every row whose
-            queries fit one tile, a multiple of `block_k`.
-    """
-
-    block_q: int
-    block_k: int
-    num_stages: int
+    block_q: int  # query rows of a tile, one for each token and query head: 16 or 32
+    block_k: int  # latents per loop step, 16 or 32; 32 where a tile has 16 rows
+    num_stages: int  # blocks of latents in shared memory
+    # Programs of the device that run at the same time. Latents are split where that lets them end
+    # earlier.
     num_programs: int
+    # None, or tokens after which the latents are split of every row whose queries fit one tile, a
+    # multiple of `block_k`.
     fixed_split_size: int | None = None
 
 

@@ -48,22 +48,14 @@ from pallas_paged.kernels.mosaic_sm80.ring import Span, can_prefetch, for_each_b
 
 @pytree
 class DecodeInputs:
-    """Operands of the kernel, or refs to them.
+    """Operands of the kernel, or refs to them."""
 
-    Attributes:
-        q: `[B * Hq, D]`; with one-byte pages pairs of elements i32`[B * Hq, D / 2]`.
-        pages: K, V and the block tables.
-        seq_lens, unit_ends: i32`[B]`; `unit_ends` from `DecodePlan`.
-        alibi_slopes: f32`[head tiles, R]` or None.
-        q_dtype: of the queries.
-    """
-
-    q: Any
-    pages: Pages
-    seq_lens: Any
-    unit_ends: Any
-    alibi_slopes: Any
-    q_dtype: Any = dataclasses.field(metadata={"static": True})
+    q: Any  # `[B * Hq, D]`; with one-byte pages pairs of elements i32`[B * Hq, D / 2]`
+    pages: Pages  # K, V and the block tables
+    seq_lens: Any  # i32`[B]`
+    unit_ends: Any  # i32`[B]`, from `DecodePlan`
+    alibi_slopes: Any  # f32`[head tiles, R]` or None
+    q_dtype: Any = dataclasses.field(metadata={"static": True})  # of the queries
 
 
 @pytree
@@ -78,17 +70,11 @@ class DecodeScratch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The query heads of a program.
+    """The query heads of a program."""
 
-    Attributes:
-        group: query heads of a KV head.
-        rows: of a tile of heads.
-        kv_dtype: of the pages.
-    """
-
-    group: int
-    rows: int
-    kv_dtype: Any
+    group: int  # query heads of a KV head
+    rows: int  # of a tile of heads
+    kv_dtype: Any  # of the pages
 
     @property
     def num_tiles(self) -> int:

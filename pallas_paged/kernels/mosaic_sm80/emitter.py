@@ -50,21 +50,15 @@ def elements_of(vector: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain.
+    """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain."""
 
-    Attributes:
-        columns: elements of a row.
-        dtype: of the elements.
-        plain: not swizzled.
-        swizzle_bytes: the bytes of swizzled rows; None for the widest that divide a row.
-        in_parts: the threads divide parts of the rows that are powers of 2 chunks, and load few
-            values at once, for kernels with few registers left.
-    """
-
-    columns: int
-    dtype: Any
-    plain: bool = False
+    columns: int  # elements of a row
+    dtype: Any  # of the elements
+    plain: bool = False  # not swizzled
+    # The bytes of swizzled rows; None for the widest that divide a row.
     swizzle_bytes: int | None = None
+    # The threads divide parts of the rows that are powers of 2 chunks, and load few values at once,
+    # for kernels with few registers left.
     in_parts: bool = False
 
     @property

@@ -43,15 +43,10 @@ MOST_DECODE_HEADS = 16  # a program has all of them
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeProgram(LatentProgram):
-    """One program of the kernel; `run` runs it.
+    """One program of the kernel; `run` runs it."""
 
-    Attributes:
-        seq_lens: i32`[B]`.
-        unit_ends: i32`[B]`, from `DecodePlan.unit_ends`.
-    """
-
-    seq_lens: Any
-    unit_ends: Any
+    seq_lens: Any  # i32`[B]`
+    unit_ends: Any  # i32`[B]`, from `DecodePlan.unit_ends`
     partials: mosaic_ops.Partials  # [1, partials, head tiles * R, ..]
     plan: DecodePlan
 

@@ -33,20 +33,14 @@ from pallas_paged.kernels.mosaic_sm80.ring import Span, for_each_block
 
 @pytree
 class LatentScratch:
-    """Refs in shared memory of a program, or their types.
+    """Refs in shared memory of a program, or their types."""
 
-    Attributes:
-        arrived: with one-byte pages the queries as pairs i32`[R, W]`, of latents and rotary; else
-            None.
-        q: of latents and rotary, the queries `[R, W]`, or their even and their odd elements.
-        p: `[R, block_k]`, the probabilities of a block.
-        blocks: `[stages, block_k, D + rope_dim]`, padded; of one-byte pages words.
-    """
-
+    # With one-byte pages the queries as pairs i32`[R, W]`, of latents and rotary; else None.
     arrived: Any
+    # Of latents and rotary, the queries `[R, W]`, or their even and their odd elements.
     q: list[list[Any]]
-    p: Any
-    blocks: Blocks
+    p: Any  # `[R, block_k]`, the probabilities of a block
+    blocks: Blocks  # `[stages, block_k, D + rope_dim]`, padded; of one-byte pages words
 
 
 def scratch_types(config: LatentConfig, types: CallTypes) -> LatentScratch:
@@ -267,14 +261,10 @@ class LatentProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedProgram(LatentProgram):
-    """One program of the ragged kernel; `run` runs it.
-
-    Attributes:
-        num_tiles: from `head_tiles`.
-    """
+    """One program of the ragged kernel; `run` runs it."""
 
     outputs: RaggedOutputs  # partials [head tiles, partials, R, ..]
-    num_tiles: int
+    num_tiles: int  # from `head_tiles`
 
     def run(self) -> None:
         """Attend one work item and store its result or, of a split tile, a partial state."""

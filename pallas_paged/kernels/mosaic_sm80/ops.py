@@ -28,13 +28,10 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MmaLayouts:
-    """Layouts of the matrices of `acc += lhs @ rhs` by mma.sync on 16-bit elements.
+    """Layouts of the matrices of `acc += lhs @ rhs` by mma.sync on 16-bit elements."""
 
-    Attributes:
-        m_warps: warps along the rows, 16 rows each; `4 // m_warps` divide the columns, 8 each. JAX
-            requires as many as fit the rows.
-    """
-
+    # Warps along the rows, 16 rows each; `4 // m_warps` divide the columns, 8 each. JAX requires as
+    # many as fit the rows.
     m_warps: int
 
     @property

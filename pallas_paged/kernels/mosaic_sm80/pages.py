@@ -30,19 +30,13 @@ _TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
 
 @pytree
 class Blocks:
-    """Refs to blocks in shared memory, or their types.
+    """Refs to blocks in shared memory, or their types."""
 
-    Attributes:
-        k, v: `[num_stages, block_k, columns]`, swizzled; v is None of latents.
-        tables: i32`[2 * num_stages, block_k]`, the page of each token.
-        k_scales, v_scales: f32`[num_stages, block_k]`, or None.
-    """
-
-    k: Any
-    v: Any
-    tables: Any
-    k_scales: Any
-    v_scales: Any
+    k: Any  # `[num_stages, block_k, columns]`, swizzled
+    v: Any  # like `k`; None of latents
+    tables: Any  # i32`[2 * num_stages, block_k]`, the page of each token
+    k_scales: Any  # f32`[num_stages, block_k]`, or None
+    v_scales: Any  # like `k_scales`
 
     @classmethod
     def types(cls, config: Any, types: CallTypes, *, columns: int) -> Blocks:
@@ -65,19 +59,13 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copier:
-    """The copies of one sequence and one KV head.
+    """The copies of one sequence and one KV head."""
 
-    Attributes:
-        pages, blocks: from where and to where.
-        row: of the block table.
-        first_key, end_key: keys `[first_key, end_key)` that any query sees, at least one.
-    """
-
-    pages: Pages
-    blocks: Blocks
-    row: jax.Array
+    pages: Pages  # from where
+    blocks: Blocks  # to where
+    row: jax.Array  # of the block table
     kv_head: jax.Array
-    first_key: jax.Array | int
+    first_key: jax.Array | int  # keys `[first_key, end_key)` that any query sees, at least one
     end_key: jax.Array
     interpret: bool
 

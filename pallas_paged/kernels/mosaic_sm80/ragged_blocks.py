@@ -70,22 +70,16 @@ class Pool(Pages):
 
 @pytree
 class Buffers:
-    """Refs to shared memory, or their types.
+    """Refs to shared memory, or their types."""
 
-    Attributes:
-        k, v: `[2, block_k, columns + pad]`, 16 bits an element: all of K, the program's of V.
-        raw_k, raw_v: one-byte rows `[block_k, columns]` as they arrive, or None.
-        places: i32`[3, block_k]`, `Pool.units` from the start of the pool to each row, and elements
-            from the start of the scales to each scale.
-        scales: f32`[2, 4, block_k]` of the tokens of K and of V, or None.
-    """
-
-    k: Any
-    v: Any
-    raw_k: Any
-    raw_v: Any
+    k: Any  # `[2, block_k, columns + pad]`, 16 bits an element
+    v: Any  # like `k`, the program's columns of V
+    raw_k: Any  # one-byte rows `[block_k, columns]` as they arrive, or None
+    raw_v: Any  # like `raw_k`
+    # i32`[3, block_k]`, `Pool.units` from the start of the pool to each row, and elements from the
+    # start of the scales to each scale.
     places: list[Any]
-    scales: Any
+    scales: Any  # f32`[2, 4, block_k]` of the tokens of K and of V, or None
 
     @classmethod
     def types(cls, block_k: int, types: CallTypes) -> Buffers:
@@ -116,24 +110,17 @@ def _slot(ref: Any, block: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The blocks `[lo, hi)` of a sequence and one KV head, at least one.
+    """The blocks `[lo, hi)` of a sequence and one KV head, at least one."""
 
-    Attributes:
-        pool, buffers: from where and to where.
-        row: of the block table.
-        first_key, last_key: the keys that may be read.
-        columns: of K and of V, from the slice of `columns_of_part`.
-    """
-
-    pool: Pool
-    buffers: Buffers
-    row: Any
+    pool: Pool  # from where
+    buffers: Buffers  # to where
+    row: Any  # of the block table
     kv_head: Any
-    first_key: Any
-    last_key: Any
+    first_key: Any  # the first key that may be read
+    last_key: Any  # the last one
     lo: Any
     hi: Any
-    columns: tuple[Any, Any]
+    columns: tuple[Any, Any]  # of K and of V, from the slice of `columns_of_part`
     interpret: bool
 
     @property

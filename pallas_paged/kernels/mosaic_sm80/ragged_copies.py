@@ -27,16 +27,11 @@ from pallas_paged.kernels.mosaic_sm80.ops import SCALAR
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-    """Strides of the tokens of a sequence: multipliers of page and of place on the page.
+    """Strides of the tokens of a sequence: multipliers of page and of place on the page."""
 
-    Attributes:
-        page_size: tokens of a page, a power of two.
-        page, token: from one to the next.
-    """
-
-    page_size: int
-    page: int
-    token: int
+    page_size: int  # tokens of a page, a power of two
+    page: int  # from one to the next
+    token: int  # from one to the next
 
 
 def find_keys(

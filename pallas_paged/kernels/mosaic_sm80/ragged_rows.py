@@ -36,19 +36,14 @@ ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
 
 @pytree
 class RowOperands:
-    """What kernels read for each query row: arrays, or refs to them.
+    """What kernels read for each query row: arrays, or refs to them."""
 
-    Attributes:
-        alibi_slopes, sinks: f32 from `repeat_heads`, of each tile of heads, or None.
-        positions: i32 from `repeat_tokens`; None where queries are the newest tokens of their
-            sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * G + count]`, the bits of each row's tree mask, or None.
-    """
-
-    alibi_slopes: Any
-    sinks: Any
+    alibi_slopes: Any  # f32 from `repeat_heads`, of each tile of heads, or None
+    sinks: Any  # f32 from `repeat_heads`, of each tile of heads, or None
+    # i32 from `repeat_tokens`; None where queries are the newest tokens of their sequence, or where
+    # positions do not matter.
     positions: Any
-    tree_words: Any
+    tree_words: Any  # i32`[B, words, M * G + count]`, the bits of each row's tree mask, or None
 
     @classmethod
     def of(cls, arrays: Arrays, options: LogitOptions, *, num_tiles: int, count: int) -> Self:
@@ -77,44 +72,28 @@ class RowOperands:
 
 @pytree
 class RowInputs:
-    """Operands of the ragged kernels, or refs to them.
+    """Operands of the ragged kernels, or refs to them."""
 
-    Attributes:
-        q: `[T * Hq, D]`; of latents a list, `[T * Hq, D]` and `[T * Hq, rope_dim]`. Pairs i32 where
-            one-byte pages are words.
-        pages: with scales and block tables.
-        items: i32`[num_items, 16]`, packed descriptors of the work items; None in decoding.
-        of_rows: of the query rows.
-    """
-
+    # `[T * Hq, D]`; of latents a list, `[T * Hq, D]` and `[T * Hq, rope_dim]`. Pairs i32 where
+    # one-byte pages are words.
     q: Any
-    pages: Any
-    items: Any
-    of_rows: RowOperands
+    pages: Any  # with scales and block tables
+    items: Any  # i32`[num_items, 16]`, packed descriptors of the work items; None in decoding
+    of_rows: RowOperands  # of the query rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedRows:
-    """Place of some rows of a tile among all queries.
+    """Place of some rows of a tile among all queries."""
 
-    Attributes:
-        count: rows.
-        group: query heads of a KV head.
-        num_q_heads: of a token.
-        kv_head: their KV head.
-        q_start, q_len: first token and number of tokens of the sequence in the packed queries.
-        offset: the first of the rows within the sequence.
-        layout: of matrices of the rows in registers.
-    """
-
-    count: int
-    group: int
-    num_q_heads: int
-    kv_head: Any
-    q_start: Any
-    q_len: Any
-    offset: Any
-    layout: Any = ROWS
+    count: int  # rows
+    group: int  # query heads of a KV head
+    num_q_heads: int  # of a token
+    kv_head: Any  # their KV head
+    q_start: Any  # first token of the sequence in the packed queries
+    q_len: Any  # tokens of the sequence there
+    offset: Any  # the first of the rows within the sequence
+    layout: Any = ROWS  # of matrices of the rows in registers
 
     @property
     def row_layout(self) -> Any:

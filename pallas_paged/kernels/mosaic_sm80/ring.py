@@ -28,18 +28,12 @@ from pallas_paged.kernels.mosaic_sm80.pages import Copier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-    """Blocks of one row.
+    """Blocks of one row."""
 
-    Attributes:
-        copier: of the row.
-        lo, hi: the blocks `[lo, hi)`.
-        copy_queries: starts the copies of the row's queries.
-    """
-
-    copier: Copier
-    lo: jax.Array
+    copier: Copier  # of the row
+    lo: jax.Array  # the blocks `[lo, hi)`
     hi: jax.Array
-    copy_queries: Callable[[], None]
+    copy_queries: Callable[[], None]  # starts the copies of the row's queries
 
 
 def for_each_block(

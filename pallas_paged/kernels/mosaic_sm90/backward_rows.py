@@ -23,21 +23,13 @@ ROWS = 128  # of a tile of queries: 64 for each of two consumers
 
 @pytree
 class PackedRows:
-    """Places of the packed rows of each sequence, R rows in all.
+    """Places of the packed rows of each sequence, R rows in all."""
 
-    Attributes:
-        start: i32`[B + 1]`, the first row of each sequence, a multiple of `ROWS`.
-        seq: i32`[R]`, the sequence of each row.
-        token: i32`[R]`, the packed query token of each row, T where there is none.
-        head: i32`[R]`, the query head within the group.
-        group: query heads of a KV head. Static.
-    """
-
-    start: jax.Array
-    seq: jax.Array
-    token: jax.Array
-    head: jax.Array
-    group: int = dataclasses.field(metadata={"static": True})
+    start: jax.Array  # i32`[B + 1]`, the first row of each sequence, a multiple of `ROWS`
+    seq: jax.Array  # i32`[R]`, the sequence of each row
+    token: jax.Array  # i32`[R]`, the packed query token of each row, T where there is none
+    head: jax.Array  # i32`[R]`, the query head within the group
+    group: int = dataclasses.field(metadata={"static": True})  # query heads of a KV head.
 
     @classmethod
     def of(cls, arrays: Arrays) -> PackedRows:
@@ -80,25 +72,16 @@ class Work:
     """A tile of queries and its blocks of keys, or a tile of keys and its blocks of queries.
 
     The longest come first. Fields are i32`[num_tiles]`, or i32`[]` of one tile.
-
-    Attributes:
-        seq: the sequence.
-        first: of queries the first packed row, of keys the first key.
-        kv_len: keys of the sequence; 0 where there is no tile.
-        before: keys older than all queries of the sequence; -1 or less if they are fewer.
-        origin: the first packed row of the sequence.
-        lo, hi: the blocks with a visible pair of query and key.
-        full_lo, full_hi: the blocks with no invisible pair.
     """
 
-    seq: jax.Array
-    first: jax.Array
-    kv_len: jax.Array
-    before: jax.Array
-    origin: jax.Array
-    lo: jax.Array
+    seq: jax.Array  # the sequence
+    first: jax.Array  # of queries the first packed row, of keys the first key
+    kv_len: jax.Array  # keys of the sequence; 0 where there is no tile
+    before: jax.Array  # keys older than all queries of the sequence; -1 or less if they are fewer
+    origin: jax.Array  # the first packed row of the sequence
+    lo: jax.Array  # the blocks with a visible pair of query and key
     hi: jax.Array
-    full_lo: jax.Array
+    full_lo: jax.Array  # the blocks with no invisible pair
     full_hi: jax.Array
 
     def sorted(self) -> Work:

@@ -120,30 +120,22 @@ def prefer_ragged(sizes: Sizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderBlockConfig:
-    """How the kernel between two attentions runs. Results differ by rounding only.
+    """How the kernel between two attentions runs. Results differ by rounding only."""
 
-    Attributes:
-        num_programs: no more than there are SMs, for they wait for one another.
-        num_stages: blocks of weights in shared memory, 32 KB each.
-        num_in_flight: blocks of 64 features on their way at once, or as many bytes of others.
-        o_tile, gate_up_tile, down_tile, qkv_tile: features that a program multiplies at once, in
-            [8, 64], a multiple of 8.
-        o_splits, down_splits, router_splits: parts of the columns of weights that have few
-            rows; of down of experts, parts of the experts of a row.
-        experts_per_split: experts of such a part.
-    """
-
-    num_programs: int
-    num_stages: int = 6
-    num_in_flight: int = 2
+    num_programs: int  # no more than there are SMs, for they wait for one another
+    num_stages: int = 6  # blocks of weights in shared memory, 32 KB each
+    num_in_flight: int = 2  # blocks of 64 features on their way at once, or as many bytes of others
+    # Features that a program multiplies at once, in [8, 64], a multiple of 8.
     o_tile: int = LINEAR_TILE
     gate_up_tile: int = LINEAR_TILE
     down_tile: int = LINEAR_TILE
     qkv_tile: int = LINEAR_TILE
+    # Parts of the columns of weights that have few rows; of down of experts, parts of the experts
+    # of a row.
     o_splits: int = 1
     down_splits: int = 1
     router_splits: int = 1
-    experts_per_split: int = 1
+    experts_per_split: int = 1  # experts of such a part
 
     @property
     def experts_per_token(self) -> int:

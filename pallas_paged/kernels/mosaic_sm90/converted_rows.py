@@ -47,19 +47,15 @@ _NONE = -(2**30)  # first block of a row that is not converted
 
 @pytree
 class ConvertedRows:
-    """Converted rows of a call, or refs to them.
+    """Converted rows of a call, or refs to them."""
 
-    Attributes:
-        k, v: `[Hkv, C, block_k, D]`, blocks of 16-bit elements, their columns in stored order, see
-            `ragged_operands`. Tokens that a row may not read are 0.
-        k_scales: f32`[Hkv, C, block_k]`, times `only_factor`; None where all tokens have one scale.
-        first_block: i32`[B]`: block j of row b is `first_block[b] + j`. See `holds`.
-    """
-
+    # `[Hkv, C, block_k, D]`, blocks of 16-bit elements, their columns in stored order, see
+    # `ragged_operands`. Tokens that a row may not read are 0.
     k: Any
     v: Any
+    # f32`[Hkv, C, block_k]`, times `only_factor`; None where all tokens have one scale.
     k_scales: Any
-    first_block: Any
+    first_block: Any  # i32`[B]`: block j of row b is `first_block[b] + j`. See `holds`.
 
     def holds(self, row: jax.Array) -> jax.Array:
         """Return whether a row is among them."""
@@ -107,15 +103,10 @@ class ConvertedRows:
 
 @pytree
 class _Blocks:
-    """The blocks to convert, or refs to them.
+    """The blocks to convert, or refs to them."""
 
-    Attributes:
-        items: i32`[C, 4]`: row, block of the row, its length, the first key that it may read.
-        count: i32`[1]`, blocks that are used.
-    """
-
-    items: Any
-    count: Any
+    items: Any  # i32`[C, 4]`: row, block of the row, its length, the first key that it may read
+    count: Any  # i32`[1]`, blocks that are used
 
 
 def _num_blocks(arrays: Arrays, config: MosaicSm90RaggedConfig) -> int:

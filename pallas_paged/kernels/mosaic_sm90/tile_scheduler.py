@@ -37,20 +37,15 @@ from pallas_paged.kernels.ragged_plan import PlanShape
 
 @pytree
 class Work:
-    """The work of a call, or refs to it.
+    """The work of a call, or refs to it."""
 
-    Attributes:
-        items: i32`[num_items, 32]`, packed descriptors.
-        count: i32`[1]`, work tiles: work items times head tiles of all KV heads.
-        positions: i32`[num_items, warpgroups, 64]` of the rows; None where queries are the newest
-            tokens of their sequence, or where positions do not matter.
-        tree_words: i32`[num_items, warpgroups, words, 64]`, the bits of each row's tree mask, the
-            last word 0; None without a tree.
-    """
-
-    items: Any
-    count: Any
+    items: Any  # i32`[num_items, 32]`, packed descriptors
+    count: Any  # i32`[1]`, work tiles: work items times head tiles of all KV heads
+    # i32`[num_items, warpgroups, 64]` of the rows; None where queries are the newest tokens of
+    # their sequence, or where positions do not matter.
     positions: Any
+    # i32`[num_items, warpgroups, words, 64]`, the bits of each row's tree mask, the last word 0;
+    # None without a tree.
     tree_words: Any
 
 
@@ -132,12 +127,10 @@ class Mailbox:
 
     Every buffer in shared memory takes 1 KB or more, and with the largest configs there is room for
     one. So descriptors, work ids and the result of the atomic addition share it.
-
-    Attributes:
-        buffer: i32`[num_q_stages + 1, 32]`. Row `s` has the packed descriptor of the work item in
-            stage `s`. The last row has the work id of each stage, then the atomic's result.
     """
 
+    # i32`[num_q_stages + 1, 32]`. Row `s` has the packed descriptor of the work item in stage `s`.
+    # The last row has the work id of each stage, then the atomic's result.
     buffer: Any
 
     @property

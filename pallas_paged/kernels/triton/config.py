@@ -188,19 +188,12 @@ def ragged_config(sizes: Sizes) -> RaggedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MergeConfig:
-    """Tile of one program of a merge kernel; every size is a power of two.
+    """Tile of one program of a merge kernel; every size is a power of two."""
 
-    Attributes:
-        block_s: partial states per loop step.
-        block_h: query heads, or query rows of a ragged tile.
-        block_d: elements of head_dim.
-        num_warps: warps per program.
-    """
-
-    block_s: int
-    block_h: int
-    block_d: int
-    num_warps: int
+    block_s: int  # partial states per loop step
+    block_h: int  # query heads, or query rows of a ragged tile
+    block_d: int  # elements of head_dim
+    num_warps: int  # warps per program
 
 
 def decode_merge_config(
@@ -262,18 +255,12 @@ def ragged_merge_config(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Config of one kernel of the backward pass; every size is a power of two.
+    """Config of one kernel of the backward pass; every size is a power of two."""
 
-    Attributes:
-        block_q: query rows of a tile, as in `RaggedConfig`.
-        block_k: keys of a tile.
-        num_warps, num_stages: as in `RaggedConfig`.
-    """
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    block_q: int  # query rows of a tile, as in `RaggedConfig`
+    block_k: int  # keys of a tile
+    num_warps: int  # as in `RaggedConfig`
+    num_stages: int  # as in `RaggedConfig`
 
 
 def queries_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:

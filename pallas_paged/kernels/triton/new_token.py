@@ -22,21 +22,14 @@ from pallas_paged.kernels.triton.softmax import State
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewTokens:
-    """Refs to the newest tokens of the rows, of one KV head.
+    """Refs to the newest tokens of the rows, of one KV head."""
 
-    Attributes:
-        qkv: `[B, G + 2, D]`, with D a power of two.
-        slots: i32`[B]`, where they go in the pages.
-        cos, sin: f32`[B, D / 2]`.
-        k_pages, v_pages: `[P * S, D]` or `[P, S, D]`, to write.
-    """
-
-    qkv: Any
-    slots: Any
-    cos: Any
-    sin: Any
-    k_pages: Any
-    v_pages: Any
+    qkv: Any  # `[B, G + 2, D]`, with D a power of two
+    slots: Any  # i32`[B]`, where they go in the pages
+    cos: Any  # f32`[B, D / 2]`
+    sin: Any  # f32`[B, D / 2]`
+    k_pages: Any  # `[P * S, D]` or `[P, S, D]`, to write
+    v_pages: Any  # `[P * S, D]` or `[P, S, D]`, to write
 
     def load(
         self, row: jax.Array, heads: jax.Array, dims: jax.Array, head_mask: Any, is_last: Any

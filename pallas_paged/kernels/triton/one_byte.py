@@ -37,16 +37,11 @@ def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Conversion of loaded queries, keys and values to operands of the matrix unit.
+    """Conversion of loaded queries, keys and values to operands of the matrix unit."""
 
-    Attributes:
-        dtype, kv_dtype: of the queries and of the pages.
-        interpret: the kernel is interpreted, without PTX.
-    """
-
-    dtype: Any
-    kv_dtype: Any
-    interpret: bool
+    dtype: Any  # of the queries
+    kv_dtype: Any  # of the pages
+    interpret: bool  # the kernel is interpreted, without PTX
 
     @classmethod
     def of(cls, arrays: Arrays, *, interpret: bool) -> Self:

@@ -80,17 +80,11 @@ def _of_kv_head(x: jax.Array, axes: str, kv: int) -> tuple[jax.Array, pl.BlockSp
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Places of the tokens of a block of keys.
+    """Places of the tokens of a block of keys."""
 
-    Attributes:
-        pages: i32`[K]` their pages, and their places there.
-        slots: i32`[K]` the same as one number.
-        slot_rows: `slots` as i32`[K, 1]`.
-    """
-
-    pages: tuple[jax.Array, jax.Array]
-    slots: jax.Array
-    slot_rows: jax.Array
+    pages: tuple[jax.Array, jax.Array]  # i32`[K]` their pages, and their places there
+    slots: jax.Array  # i32`[K]` the same as one number
+    slot_rows: jax.Array  # `slots` as i32`[K, 1]`
 
     @classmethod
     def of(cls, page: jax.Array, positions: jax.Array, page_size: int) -> Tokens:

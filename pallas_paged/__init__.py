@@ -6,11 +6,7 @@ from pallas_paged.attention.cascade import cascade_attention, merge_attention_st
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
 from pallas_paged.attention.kv_cache import PagedKVCache
 from pallas_paged.attention.mla import mla_attention, mla_prefill
-from pallas_paged.attention.options import (
-    AttentionOptions,
-    Implementation,
-    RaggedAttentionOptions,
-)
+from pallas_paged.attention.options import AttentionOptions, Implementation, RaggedAttentionOptions
 from pallas_paged.decoder.latent_write import rotate_and_write_latents
 from pallas_paged.decoder.rotary_write import rotate_and_write_kv, split_qkv
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig

@@ -11,11 +11,7 @@ from jax.typing import ArrayLike
 from pallas_paged.attention import dispatch
 from pallas_paged.attention.arguments import checked_arrays, checked_offsets
 from pallas_paged.attention.entries import ragged_paged_attention
-from pallas_paged.attention.options import (
-    RaggedAttentionOptions,
-    check_names,
-    static_options,
-)
+from pallas_paged.attention.options import RaggedAttentionOptions, check_names, static_options
 from pallas_paged.checks import as_array, check_flag, default_promotion
 from pallas_paged.pages.layer import LayerKV
 

@@ -10,13 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.checks import as_array, checked_array, default_promotion, pytree, static_number
-from pallas_paged.experts.grouped import (
-    ExpertsImplementation,
-    How,
-    check_dtypes,
-    grouped,
-    resolve,
-)
+from pallas_paged.experts.grouped import ExpertsImplementation, How, check_dtypes, grouped, resolve
 from pallas_paged.experts.kernels.config import SWIGLU_ALPHA
 from pallas_paged.experts.partition import Routed, on_each_device
 from pallas_paged.experts.plan import SortedPairs, sort_pairs

@@ -27,12 +27,7 @@ from pallas_paged.checks import (
 )
 from pallas_paged.pages.layer import POOL_DTYPES, LayerKV, checked_layer, with_leaves
 from pallas_paged.pages.layout import KVLayout, checked_layout
-from pallas_paged.pages.quantization import (
-    LARGEST,
-    checked_layer_scales,
-    quantize,
-    token_scales,
-)
+from pallas_paged.pages.quantization import LARGEST, checked_layer_scales, quantize, token_scales
 from pallas_paged.pages.scatter import set_pages, set_tokens, take_pages
 from pallas_paged.pages.sharding import check_pool_sharding, head_axes
 from pallas_paged.pages.table import PageCopies

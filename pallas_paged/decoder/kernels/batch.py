@@ -46,12 +46,7 @@ from pallas_paged.decoder.kernels.batch_refs import (
     output_types,
     scratch_types,
 )
-from pallas_paged.decoder.kernels.batch_rows import (
-    inverse_rms,
-    load_rows,
-    store_rows,
-    sum_squares,
-)
+from pallas_paged.decoder.kernels.batch_rows import inverse_rms, load_rows, store_rows, sum_squares
 from pallas_paged.decoder.kernels.batch_tiles import Product
 from pallas_paged.decoder.kernels.cluster_sums import sum_over_cluster
 from pallas_paged.decoder.kernels.operands import BlockInputs, BlockWeights

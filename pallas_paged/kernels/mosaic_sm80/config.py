@@ -10,11 +10,7 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from pallas_paged.checks import (
-    check_fixed_split_size,
-    check_integer,
-    check_num_programs,
-)
+from pallas_paged.checks import check_fixed_split_size, check_integer, check_num_programs
 from pallas_paged.kernels.call import Arrays
 
 _MMA_ROWS = 16

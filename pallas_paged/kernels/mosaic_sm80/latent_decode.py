@@ -31,11 +31,7 @@ from pallas_paged.kernels.mosaic_sm80.latent_program import (
     query_operands,
     scratch_types,
 )
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
-    RaggedRows,
-    RowInputs,
-    RowOperands,
-)
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import RaggedRows, RowInputs, RowOperands
 from pallas_paged.kernels.mosaic_sm80.ring import can_prefetch
 
 MOST_DECODE_HEADS = 16  # a program has all of them

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_paged.checks import (
-    check_fixed_split_size,
-    check_integer,
-    check_num_programs,
-)
+from pallas_paged.checks import check_fixed_split_size, check_integer, check_num_programs
 from pallas_paged.kernels.call import Sizes
 from pallas_paged.kernels.device import HOPPER_SHARED_MEMORY
 

@@ -6,11 +6,7 @@ import dataclasses
 
 from jax.experimental.pallas import next_power_of_2
 
-from pallas_paged.checks import (
-    check_fixed_split_size,
-    check_integer,
-    check_num_programs,
-)
+from pallas_paged.checks import check_fixed_split_size, check_integer, check_num_programs
 from pallas_paged.kernels.call import Sizes
 
 

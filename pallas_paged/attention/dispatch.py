@@ -50,18 +50,14 @@ _AXES: dict[str, Axes] = {
 class LocalCall:
     """Attention on the arrays of one device, which choose the implementation and the config there.
 
-    Attributes:
-        names: the fields of `Arrays` that it takes, in order.
-        kv_layout: as in `Arrays`.
-        how: the options of the call.
-        Others: as in `attend` and `Call`.
+    The fields without a comment are as in `attend`, `Call` and `Arrays`.
     """
 
     kernel: Kernel
     how: StaticOptions
     device: Device
     with_lse: bool
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the fields of `Arrays` that it takes, in order
     kv_layout: KVLayout
 
     @property

@@ -38,21 +38,15 @@ class _LocalGradient:
 
     It takes the arrays of the call, its `out` and `lse`, and their gradients, that of `lse` if
     there is one.
-
-    Attributes:
-        names, kv_layout, device, options: of the call.
-        wanted: the arrays whose gradients are returned, in order.
-        interpret: whether kernels are interpreted.
-        families: names of the families whose kernels may make them; the first that can does, and
-            XLA if none can.
     """
 
-    names: tuple[str, ...]
-    wanted: tuple[str, ...]
-    kv_layout: KVLayout
-    device: Device
-    options: LogitOptions
-    interpret: bool
+    names: tuple[str, ...]  # of the call
+    wanted: tuple[str, ...]  # the arrays whose gradients are returned, in order
+    kv_layout: KVLayout  # of the call
+    device: Device  # of the call
+    options: LogitOptions  # of the call
+    interpret: bool  # whether kernels are interpreted
+    # Names of the families whose kernels may make them; the first that can does, and XLA if none.
     families: tuple[str, ...]
 
     @property

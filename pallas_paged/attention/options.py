@@ -116,12 +116,7 @@ class RaggedAttentionOptions(AttentionOptions, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticOptions:
-    """The options of a call that are known while tracing, checked.
-
-    Attributes:
-        logits: of the logits.
-        Others: as in `AttentionOptions` and `RaggedAttentionOptions`.
-    """
+    """The options of a call that are known while tracing, checked, as in `AttentionOptions`."""
 
     logits: LogitOptions
     implementation: Implementation | None = None

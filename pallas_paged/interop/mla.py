@@ -183,16 +183,12 @@ def mla_ragged_paged_attention(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """The sizes of a call and of its cache, which may be padded.
+    """The sizes of a call and of its cache, which may be padded."""
 
-    Attributes:
-        pages_shape: the cache as `[num_pages, page_size, 1, v_head_dim + rope_dim]`.
-        v_head_dim, rope_dim: elements of the latent and of the rotary key, with their padding.
-    """
-
+    # The cache as `[num_pages, page_size, 1, v_head_dim + rope_dim]`.
     pages_shape: tuple[int, int, int, int]
-    v_head_dim: int
-    rope_dim: int
+    v_head_dim: int  # elements of the latent, with their padding
+    rope_dim: int  # elements of the rotary key, with their padding
 
     @classmethod
     def of(

@@ -15,15 +15,12 @@ from pallas_paged.checks import as_array, checked_array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """The sizes of a call and of its cache, which may be padded.
-
-    Attributes:
-        pages_shape: the cache as `[num_pages, page_size, 2 * KV heads, elements of a head]`.
-    """
+    """The sizes of a call and of its cache, which may be padded."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    # The cache as `[num_pages, page_size, 2 * KV heads, elements of a head]`.
     pages_shape: tuple[int, int, int, int]
 
     @classmethod

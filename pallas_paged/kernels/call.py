@@ -24,38 +24,27 @@ Config = TypeVar("Config")
 
 @pytree
 class Arrays:
-    """The arrays of a call, checked. The entries make them and the kernels read them, by name.
+    """The arrays of a call, checked. The entries make them and the kernels read them, by name."""
 
-    Attributes:
-        q: `[B, Hq, D]`, one query a row, or ragged `[T, Hq, D]`.
-        q_pe: of multi-head latent attention, more elements of the queries, `[.., Hq, R]`; else
-            None. K are the D + R elements of the pages then, and V the first D.
-        k_pages, v_pages: pages with all axes of `layout`; `v_pages` is None where `k_pages` hold K
-            and V. V may have fewer elements than K.
-        block_tables: i32`[B, N]`.
-        seq_lens: i32`[B]`, each in [0, N * S].
-        cu_q_lens: i32`[B + 1]`, rising, within [0, T]; of ragged calls only.
-        q_positions: i32`[T]`, or None where queries are the newest tokens of their row. With it all
-            keys of a row are older than its queries. Of ragged calls only.
-        alibi_slopes: f32`[Hq]` or None.
-        sinks: f32`[Hq]` or None.
-        tree_mask: bool`[B, M, M]` or None; of ragged calls only.
-        k_scales, v_scales: of int8 and fp8 pages, f32 in the order of `layout.scale_axes`, or
-            f32`[]`; else None.
-        kv_layout: the name of the layout.
-    """
-
-    q: jax.Array
+    q: jax.Array  # `[B, Hq, D]`, one query a row, or ragged `[T, Hq, D]`
+    # Of multi-head latent attention, more elements of the queries, `[.., Hq, R]`; else None. K are
+    # the D + R elements of the pages then, and V the first D.
     q_pe: jax.Array | None = None
-    k_pages: jax.Array
+    k_pages: jax.Array  # with all axes of `layout`
+    # The same, but V may have fewer elements than K; None where `k_pages` hold K and V.
     v_pages: jax.Array | None = None
-    block_tables: jax.Array
-    seq_lens: jax.Array
-    cu_q_lens: Any = None  # Any: jax.Array in ragged calls, where kernels need no check for None
+    block_tables: jax.Array  # i32`[B, N]`
+    seq_lens: jax.Array  # i32`[B]`, each in [0, N * S]
+    # i32`[B + 1]`, rising, within [0, T]; of ragged calls only. Any, so that kernels need no check
+    # for None.
+    cu_q_lens: Any = None
+    # i32`[T]`, or None where queries are the newest tokens of their row. With it all keys of a row
+    # are older than its queries. Of ragged calls only.
     q_positions: jax.Array | None = None
-    alibi_slopes: jax.Array | None = None
-    sinks: jax.Array | None = None
-    tree_mask: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None  # f32`[Hq]`
+    sinks: jax.Array | None = None  # f32`[Hq]`
+    tree_mask: jax.Array | None = None  # bool`[B, M, M]`, of ragged calls only
+    # Of int8 and fp8 pages, f32 in the order of `layout.scale_axes`, or f32`[]`; else None.
     k_scales: jax.Array | None = None
     v_scales: jax.Array | None = None
     kv_layout: KVLayout = dataclasses.field(default="HPND", metadata={"static": True})
@@ -136,15 +125,7 @@ class Sizes:
     """What heuristics know of a call: its sizes and its device.
 
     Rows are assumed to have `max_kv_len` tokens: a call with a wide table and short rows gets the
-    config of long rows.
-
-    Attributes:
-        num_tokens, expected_seqs: of ragged calls, packed query tokens and the rows that they are
-            likely to be of; else 0.
-        page_size: of decode calls; else 0.
-        itemsize: bytes of an element of K and V.
-        num_sms, shared_memory, read_gbps: of the `Device`.
-        Others: as in `Call`.
+    config of long rows. The fields without a comment are as in `Call`.
     """
 
     num_seqs: int
@@ -152,15 +133,15 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     max_kv_len: int
-    itemsize: int
-    num_tokens: int = 0
-    expected_seqs: int = 0
-    page_size: int = 0
+    itemsize: int  # bytes of an element of K and V
+    num_tokens: int = 0  # of ragged calls, packed query tokens; else 0
+    expected_seqs: int = 0  # of ragged calls, rows that the tokens are likely to be of; else 0
+    page_size: int = 0  # of decode calls; else 0
     rope_dim: int = 0
     v_head_dim: int | None = None
-    num_sms: int
-    shared_memory: int = HOPPER_SHARED_MEMORY
-    read_gbps: float = 0.0
+    num_sms: int  # of the `Device`
+    shared_memory: int = HOPPER_SHARED_MEMORY  # of the `Device`
+    read_gbps: float = 0.0  # of the `Device`
 
     @property
     def group(self) -> int:
@@ -170,28 +151,13 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Static description of one attention call.
-
-    Attributes:
-        kernel: "decode" or "ragged".
-        device: the device that it is compiled for.
-        dtype, kv_dtype: of the queries and of the pages.
-        num_tokens: query tokens.
-        num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len, rope_dim: as in
-            `Arrays`.
-        v_head_dim: as in `Arrays` where it is not `head_dim`; else None.
-        with_lse: whether the caller wants the log-sum-exps.
-        interpret: whether kernels are interpreted, on any device.
-        config: given by the caller, or None.
-        fixed_split_size: given by the caller, or None. The config is then chosen for it.
-        expected_seqs: given by the caller, rows that are likely to have queries; None: all.
-    """
+    """Static description of one attention call. Fields without a comment are as in `Arrays`."""
 
     kernel: Kernel
-    device: Device
-    dtype: Any
-    kv_dtype: Any
-    num_tokens: int
+    device: Device  # the device that it is compiled for
+    dtype: Any  # of the queries
+    kv_dtype: Any  # of the pages
+    num_tokens: int  # query tokens
     num_seqs: int
     num_q_heads: int
     num_kv_heads: int
@@ -199,11 +165,12 @@ class Call:
     page_size: int
     max_kv_len: int
     rope_dim: int = 0
-    v_head_dim: int | None = None
-    with_lse: bool = True
-    interpret: bool = False
-    config: Any = None
-    fixed_split_size: int | None = None
+    v_head_dim: int | None = None  # None also where it is `head_dim`
+    with_lse: bool = True  # whether the caller wants the log-sum-exps
+    interpret: bool = False  # whether kernels are interpreted, on any device
+    config: Any = None  # given by the caller, or None
+    fixed_split_size: int | None = None  # given by the caller, or None; the config is chosen for it
+    # Given by the caller, rows that are likely to have queries; None: all.
     expected_seqs: int | None = None
 
     @classmethod

@@ -14,17 +14,13 @@ class Family:
 
     A reason, as the methods return it, follows the name of the family in an error. Importing a
     family imports no kernels: `bind` does.
-
-    Attributes:
-        name: as `implementation` names it.
-        configs: the type of the config of each kernel; empty if it has none.
-        reads_latents: whether it has multi-head latent attention, which takes no config.
-        v_head_dims: pairs of a head_dim of K and another one of V that its ragged kernel takes.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # as `implementation` names it
+    # The type of the config of each kernel; empty if it has none.
     configs: ClassVar[Mapping[Kernel, type]] = {}
-    reads_latents: ClassVar[bool] = False
+    reads_latents: ClassVar[bool] = False  # multi-head latent attention, which takes no config
+    # Pairs of a head_dim of K and another one of V that its ragged kernel takes.
     v_head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     def why_not(self, call: Call) -> str | None:

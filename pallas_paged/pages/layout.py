@@ -29,17 +29,11 @@ AXIS_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageLayout:
-    """The order of axes of one layout.
+    """The order of axes of one layout."""
 
-    Attributes:
-        name: as the entries take it.
-        axes: of the pages as kernels get them, a letter each.
-        merged: two neighbours of `axes` that are one axis of the caller's array, or "".
-    """
-
-    name: KVLayout
-    axes: str
-    merged: str = ""
+    name: KVLayout  # as the entries take it
+    axes: str  # of the pages as kernels get them, a letter each
+    merged: str = ""  # two neighbours of `axes` that are one axis of the caller's array, or ""
 
     @property
     def one_array(self) -> bool:

@@ -77,22 +77,15 @@ def parts_of(num_columns: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentProgram:
-    """A program that attends to latents.
-
-    Attributes:
-        num_q_heads: of a token.
-        q_dtype, kv_dtype: of the queries and of the pages.
-        causal: whether a query sees no later key.
-        Others: as in the kernel's call.
-    """
+    """A program that attends to latents."""
 
     inputs: RowInputs
     scratch: LatentScratch
     options: LogitOptions
-    num_q_heads: int
-    q_dtype: Any
-    kv_dtype: Any
-    causal: bool
+    num_q_heads: int  # of a token
+    q_dtype: Any  # of the queries
+    kv_dtype: Any  # of the pages
+    causal: bool  # whether a query sees no later key
     interpret: bool
 
     @property

@@ -105,6 +105,9 @@ def train_draft_head(
         The head, its weights in the dtype of the decoder's embeddings; the loss of each step, and
         that of the texts held out: divergences from the decoder in nats, of each pass with its
         weight.
+
+    Raises:
+        ValueError: the run diverged, so that the loss is NaN or infinite.
     """
     num_train = len(texts) - max(1, int(_HELD_OUT * len(texts)))
     tokens, hidden = jnp.asarray(texts), _hidden_of(decoder, texts)
@@ -142,9 +145,12 @@ def train_draft_head(
         jax.jit(loss_of)(own, shared, tokens[i : i + 1], hidden[i : i + 1])
         for i in range(num_train, len(texts))
     ]
+    held_out = float(np.mean(batches))
+    if not np.isfinite(held_out):
+        raise ValueError(f"the run diverged: lower {config.learning_rate=}")
     dtype = decoder.embed_tokens.weight[...].dtype
     own = jax.tree.map(lambda x: x.astype(dtype), own)
-    return nnx.merge(graphdef, own, shared), losses, float(np.mean(batches))
+    return nnx.merge(graphdef, own, shared), losses, held_out
 
 
 def head_loss(head: DraftHead, tokens: jax.Array, hidden: jax.Array, depth: int) -> jax.Array:

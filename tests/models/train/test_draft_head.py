@@ -55,6 +55,13 @@ def test_the_loss_falls_and_the_decoder_stays_as_it_is(decoder, trained):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.cpu_budget(10)  # trains
+def test_a_run_that_diverges_makes_no_head(decoder):
+    run = replace(RUN, steps=3, warmup=0, depth=1, learning_rate=1e38)
+    with pytest.raises(ValueError, match=r"the run diverged: lower config\.learning_rate=1e\+38"):
+        train_draft_head(decoder, TEXTS, run)
+
+
 @pytest.mark.cpu_budget(10)  # programs of its own
 def test_each_pass_is_what_a_draft_computes_behind_drafts(decoder, monkeypatch):
     """The oracle computes one text up to one token, by plain causal attention."""

@@ -37,10 +37,12 @@ def as_options(config: Any) -> str:
 
 
 def check(config: Any, *positive: str) -> None:
-    """Raise ValueError unless these fields are positive, and warm-up and dtype are possible."""
+    """Raise ValueError unless these fields are positive, and rate, warm-up and dtype possible."""
     for name in positive:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be positive")
+    if not 0.0 < config.learning_rate < np.inf:
+        raise ValueError(f"learning_rate={config.learning_rate} must be positive and finite")
     if not 0 <= config.warmup < config.steps:
         raise ValueError(f"warmup={config.warmup} must be in [0, steps={config.steps})")
     if config.dtype not in ("float32", "bfloat16"):
@@ -83,6 +85,8 @@ class TrainConfig:
         for name in ("dropout", "ema"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if not 0.0 <= self.weight_decay < np.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} must be finite, and at least 0")
 
     def model_config(self) -> ModelConfig:
         """The byte-level Llama to train."""

@@ -142,6 +142,7 @@ def test_a_folder_that_is_no_head_of_the_decoder_is_refused(decoder, folder, tmp
         ("--num-texts 1", "num_texts=1 must be at least 2"),
         ("--seq-len 4", "seq_len=4 must be at least depth + 2"),
         ("--warmup 1000", r"warmup=1000 must be in [0, steps=1000)"),
+        ("--learning-rate nan", "learning_rate=nan must be positive and finite"),
         ("--dtype int8", "dtype='int8' must be float32 or bfloat16"),
         ("--checkpoint missing", "missing: no such checkpoint folder"),
         ("--prompts missing", "No such file"),

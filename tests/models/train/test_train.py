@@ -127,6 +127,8 @@ def test_padding_does_not_count():
         ({"steps": 0}, "steps=0 must be positive"),
         ({"warmup": 45}, r"warmup=45 must be in \[0, steps=45\)"),
         ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 1\)"),
+        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be positive and finite"),
+        ({"weight_decay": np.nan}, "weight_decay=nan must be finite, and at least 0"),
         ({"dtype": "int8"}, "dtype='int8' must be float32 or bfloat16"),
     ],
 )

@@ -12,7 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_paged.decoder.kernels.device_sums import PER_THREAD, load_count, store_count
 from pallas_paged.decoder.kernels.one_row_mailbox import poll, published
@@ -39,9 +42,6 @@ def begin(peers: PeerMemory, *, program: Any, num_programs: int) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, plgpu.Layout.WG_SPLAT))
     def clear(_, addresses, last, program):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         step = 128 * num_programs
         utils.inline_ptx(
             "{ .reg .pred p; .reg .b64 own, a; .reg .b32 rank, i, zero;"
@@ -83,9 +83,6 @@ def publish(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, ops.WGMMA_ROW, ops.WGMMA_ROW))
     def store(_, addresses, buffer, indices, values):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         i32 = ir.IntegerType.get_signless(32)
         count = indices.registers.size
         lines = [
@@ -125,10 +122,6 @@ def wait(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD), return_type=[result] * len(starts))
     def load(_, addresses, buffer):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
-
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         own = utils.inline_ptx(
             f"{{ .reg .b64 own; .reg .b32 rank; {own_address('$1', peers.num_devices)}"

@@ -12,7 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 from pallas_paged.decoder.kernels.batch_config import GROUP_BYTES
 from pallas_paged.decoder.kernels.peer_memory import MAX_POLLS, PeerMemory, own_address
@@ -34,9 +37,6 @@ def load_count(peers: PeerMemory, program: Any, start: int = 0) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=PER_THREAD),
     )
     def load(_, addresses, program):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         i32 = ir.IntegerType.get_signless(32)
         count = utils.inline_ptx(
             f"{{ .reg .b64 own; .reg .b32 rank; {own_address('$1', peers.num_devices)}"
@@ -62,9 +62,6 @@ def store_count(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, plgpu.Layout.WG_SPLAT))
     def store(_, addresses, count, program):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-
         utils.inline_ptx(
             "{ .reg .pred p; .reg .b64 own; .reg .b32 rank, i;"
             + own_address("$0", peers.num_devices)
@@ -110,10 +107,6 @@ def sum_over_devices(
         return_type=result,
     )
     def add_up(_, addresses, x, number, tile, group):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import vector
-
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         words = [utils.bitcast(pair, i32) for pair in x.registers.reshape(-1)]
         totals = utils.inline_ptx(

@@ -14,7 +14,13 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
-from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
+from tests.support.attention_calls import (
+    STATIC,
+    assert_close,
+    assert_same_bits,
+    name_of,
+    options_with_every_mask,
+)
 from tests.support.attention_cases import NarrowCase, mosaic_case, without_tokens_left_of
 from tests.support.marks import slow
 from tests.support.page_layouts import call_in_layout
@@ -71,12 +77,6 @@ def check(family, case, options):
     assert_close(actual, meant, tolerance, **options)
 
 
-def name_of(value):
-    if not isinstance(value, dict):
-        return str(value)
-    return "-".join(k if np.ndim(x) else f"{k}={x}" for k, x in value.items()) or "plain"
-
-
 def each_call(calls, slow_calls=()):
     calls = [*calls, *slow(slow_calls)]
     return pytest.mark.parametrize(("family", "case", "options"), calls, ids=name_of)
@@ -86,10 +86,7 @@ def calls(family, options, *cases):
     return [(family, case, options) for case in cases]
 
 
-def every_option(num_q_heads, **others):
-    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
-    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
-    return dict(sm_scale=-0.3, soft_cap=3.0, sliding_window=100, **per_head) | others
+every_option = partial(options_with_every_mask, sm_scale=-0.3, sliding_window=100)
 
 
 def quantized(kv_dtype, *, per_tensor=False, case=mosaic_case, **sizes):

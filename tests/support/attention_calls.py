@@ -60,3 +60,17 @@ def assert_near(actual, expected, tolerance, name=""):
 def assert_same_bits(actual, expected):
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def options_with_every_mask(num_q_heads, **others):
+    """Options of a call, among them slopes and sinks of these heads."""
+    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
+    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
+    return dict(soft_cap=3.0, **per_head) | others
+
+
+def name_of(value):
+    """The id of a parameter: a case, or options."""
+    if not isinstance(value, dict):
+        return str(value)
+    return "-".join(k if np.ndim(x) else f"{k}={x}" for k, x in value.items()) or "plain"

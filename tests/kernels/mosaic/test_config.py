@@ -74,31 +74,21 @@ def test_shared_memory_is_the_sum_of_the_tiles():
     assert shared_memory(narrow, group=1, **size) == (2 * (48 + 32) + 48 + 2) * kb
 
 
+NARROW = dict(head_dim=192, v_head_dim=128)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 4096, 100_000])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_heuristic_configs_fit_into_shared_memory(head_dim, kv_dtype):
-    for group in (1, 4, 8, 16, 17, 24, 32, 40, 64):
-        kernel = dict(group=group, head_dim=head_dim, kv_dtype=kv_dtype)
-        for num_kv_heads in (1, 8):
-            call = dict(
-                num_q_heads=group * num_kv_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                itemsize=jnp.dtype(kv_dtype).itemsize,
-            )
-            config = ragged_config(Sizes(**RAGGED_SIZES | call))
-            assert config.num_programs == 132
-            assert shared_memory(config, **kernel) <= 227 * 1024, call
-
-
-@pytest.mark.parametrize("num_tokens", [8, 100_000])
-def test_sm90_config_of_a_narrow_v_fits_into_shared_memory(num_tokens):
-    dims = dict(head_dim=192, v_head_dim=128)
-    for group in (1, 4, 8, 16, 17, 24, 32, 40, 64):
-        heads = dict(num_q_heads=2 * group, num_kv_heads=2)
-        sizes = dict(RAGGED_SIZES, num_tokens=num_tokens, itemsize=2, **heads)
-        config = ragged_config(Sizes(**sizes | dims))
-        assert shared_memory(config, group=group, **dims) <= 227 * 1024, group
+def test_sm90_configs_fit_into_shared_memory(kv_dtype, num_tokens):
+    itemsize = jnp.dtype(kv_dtype).itemsize
+    all_dims = [*(dict(head_dim=n) for n in (64, 128, 256)), *[NARROW] * (itemsize == 2)]
+    groups = (1, 4, 8, 16, 17, 24, 32, 40, 64)
+    for dims, group, num_kv_heads in itertools.product(all_dims, groups, (1, 2, 8)):
+        call = dict(num_tokens=num_tokens, itemsize=itemsize, num_kv_heads=num_kv_heads, **dims)
+        sizes = Sizes(**RAGGED_SIZES | call | dict(num_q_heads=group * num_kv_heads))
+        config = ragged_config(sizes)
+        assert config.num_programs == 132
+        assert shared_memory(config, group=group, kv_dtype=kv_dtype, **dims) <= 227 * 1024, sizes
 
 
 @pytest.mark.parametrize(
@@ -168,16 +158,7 @@ def test_sm80_config_of_one_byte_pages(num_seqs, max_kv_len, block_k, programs_p
 def test_sm80_ragged_config_fits_into_shared_memory(most, num_tokens):
     call = dict(SIZES, num_tokens=num_tokens, max_kv_len=8192, num_seqs=8, num_sms=108)
     head_dims = [64, 80, 96, 112, 128, 192, 256, *([512] if most > 99 * 1024 else [])]
-    for head_dim, kv_dtype in itertools.product(head_dims, ("int8", "bfloat16")):
-        sizes = dict(head_dim=head_dim, itemsize=jnp.dtype(kv_dtype).itemsize)
+    each = [dict(head_dim=n, itemsize=x) for n, x in itertools.product(head_dims, (1, 2))]
+    for sizes in [*each, NARROW | dict(itemsize=2)]:
         config = sm80.ragged_config(Sizes(**call | sizes, shared_memory=most))
         assert sm80.ragged_shared_memory(config, **sizes) <= most, sizes
-
-
-@pytest.mark.parametrize("num_tokens", [8, 4096])
-@pytest.mark.parametrize("most", [99 * 1024, 163 * 1024, 227 * 1024])
-def test_sm80_config_of_a_narrow_v_fits_into_shared_memory(most, num_tokens):
-    sizes = dict(head_dim=192, v_head_dim=128, itemsize=2)
-    call = dict(SIZES, num_tokens=num_tokens, max_kv_len=8192, num_seqs=8, num_sms=108)
-    config = sm80.ragged_config(Sizes(**call | sizes, shared_memory=most))
-    assert sm80.ragged_shared_memory(config, **sizes) <= most

@@ -1,5 +1,6 @@
 """Multi-head latent attention by the kernels of both families, without a GPU interpreted."""
 
+import itertools
 import re
 from functools import partial
 
@@ -16,7 +17,13 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80.config import LatentConfig, head_tiles
 from pallas_paged.kernels.mosaic_sm80.heuristics import latent_config, latent_shared_memory
 from pallas_paged.kernels.mosaic_sm90.support import why_not_latents
-from tests.support.attention_calls import STATIC, assert_near, assert_same_bits
+from tests.support.attention_calls import (
+    STATIC,
+    assert_near,
+    assert_same_bits,
+    name_of,
+    options_with_every_mask,
+)
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.attention_oracle import attend
 from tests.support.devices import HOPPER, implementations_here
@@ -50,12 +57,7 @@ decode_90 = partial(large, seq_lens=(70, 0), num_q_heads=24)
 ragged_90 = partial(large, seq_lens=(70, 20), q_lens=(6, 5), num_tokens=13, num_q_heads=3)
 TREE_90 = np.random.default_rng(0).random((2, 6, 6)) < 0.5
 TREE_90[0, 3] = False
-
-
-def every_option(num_q_heads, **others):
-    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
-    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
-    return dict(soft_cap=3.0, sliding_window=30, **per_head) | others
+every_option = partial(options_with_every_mask, sliding_window=30)
 
 
 @partial(jax.jit, static_argnames=(*STATIC, "interpret", "v"))
@@ -79,151 +81,117 @@ def expected_of(arrays, v=V, **options):
 
 
 SPLIT = dict(fixed_split_size=64)
+INT8, FP8 = (dict(kv_dtype=x) for x in ("int8", "float8_e4m3fn"))
+# Cases, the kinds of their pages, where {} has the queries' 16 bits, and options.
 CALLS = [
-    (decode(), SPLIT),
-    (decode(num_q_heads=64, dtype="float16"), every_option(64)),  # two tiles of heads
-    (ragged(), every_option(4, **SPLIT)),  # some rows of a tile see keys in its second part only
+    (decode(), {}, SPLIT),
+    (decode(num_q_heads=64, dtype="float16"), {}, every_option(64)),  # two tiles of heads
+    (ragged(), {}, every_option(4, **SPLIT)),  # rows of a tile see keys in its second part only
+    (decode(head_dim=128 + 64), INT8, SPLIT),
 ]
 SLOW_CALLS = [
     # A query sees no key, neither in the first part of its tile nor in the second.
     (
         ragged(seq_lens=(70, 40, 11), q_lens=(8, 2, 8)),
+        {},
         dict(tree_mask=TREE, sliding_window=6, **SPLIT),
     ),
-    (decode(), {}),
-    (decode(num_q_heads=64), SPLIT),
-    (decode(num_q_heads=40), every_option(40)),  # tiles begin within the heads of a token
-    *((decode(page_size=size, pages_per_seq=256 // size), {}) for size in (1, 128)),
-    *((decode(), dict(kv_layout=kv_layout)) for kv_layout in ("NHD", "HND")),
-    (decode(head_dim=V + 24), {}),  # a rotary key is padded
-    (ragged(), {}),
-    (ragged(num_q_heads=48), every_option(48)),
-    (ragged(num_q_heads=64), dict(tree_mask=TREE)),
-    (ragged(), dict(causal=False)),
+    (decode(), {}, {}),
+    (decode(num_q_heads=64), {}, SPLIT),
+    (decode(num_q_heads=40), {}, every_option(40)),  # tiles begin within the heads of a token
+    *((decode(page_size=size, pages_per_seq=256 // size), {}, {}) for size in (1, 128)),
+    *((decode(), {}, dict(kv_layout=kv_layout)) for kv_layout in ("NHD", "HND")),
+    (decode(head_dim=V + 24), {}, {}),  # a rotary key is padded
+    (ragged(), {}, {}),
+    (ragged(num_q_heads=48), {}, every_option(48)),
+    (ragged(num_q_heads=64), {}, dict(tree_mask=TREE)),
+    (ragged(), {}, dict(causal=False)),
+    (ragged(head_dim=128 + 32), FP8, every_option(4, **SPLIT)),
+    (decode(head_dim=128 + 64), INT8 | dict(per_tensor=True), {}),
+    (decode(head_dim=256 + 64, dtype="float16", num_q_heads=40), INT8, {}),
+    (ragged(head_dim=128 + 64), FP8 | dict(per_tensor=True), {}),
 ]
-CALLS_90 = [(decode_90(), every_option(24, **SPLIT))]
+CALLS_90 = [
+    (decode_90(), {}, every_option(24, **SPLIT)),
+    (ragged_90(dtype="float16"), FP8, dict(tree_mask=TREE_90)),
+]
 SLOW_CALLS_90 = [
-    (ragged_90(dtype="float16"), dict(tree_mask=TREE_90, sliding_window=6, **SPLIT)),
-    (decode_90(num_q_heads=128), {}),  # a cluster of two programs
-    (ragged_90(num_q_heads=72), dict(tree_mask=TREE_90)),  # whose last has few rows
-    (decode_90(page_size=8, pages_per_seq=16), {}),
-    (decode_90(page_size=128), dict(kv_layout="NHD")),
-    (ragged_90(), every_option(3)),
-    (ragged_90(num_q_heads=40), {}),  # tiles begin within the heads of a token
-    (ragged_90(), dict(causal=False)),
+    (ragged_90(dtype="float16"), {}, dict(tree_mask=TREE_90, sliding_window=6, **SPLIT)),
+    (decode_90(num_q_heads=128), {}, {}),  # a cluster of two programs
+    (ragged_90(num_q_heads=72), {}, dict(tree_mask=TREE_90)),  # whose last has few rows
+    (decode_90(page_size=8, pages_per_seq=16), {}, {}),
+    (decode_90(page_size=128), {}, dict(kv_layout="NHD")),
+    (ragged_90(), {}, every_option(3)),
+    (ragged_90(num_q_heads=40), {}, {}),  # tiles begin within the heads of a token
+    (ragged_90(), {}, dict(causal=False)),
+    (decode_90(), INT8, every_option(24, **SPLIT)),
+    (decode_90(num_q_heads=128), FP8 | dict(per_tensor=True), {}),
+    (decode_90(dtype="float16"), INT8, dict(kv_layout="HPND")),
+    (ragged_90(page_size=8, pages_per_seq=16), INT8, every_option(3)),
 ]
 
 
-def name_of(value):
-    if not isinstance(value, dict):
-        return str(value)
-    return "-".join(k if np.ndim(x) else f"{k}={x}" for k, x in value.items()) or "plain"
+def arrays_of(case, kind):
+    """The arrays of a call, the same call dequantized, and the scales of one-byte pages."""
+    if not kind:
+        arrays = case.make()
+        return arrays, arrays, None
+    (*arrays, k_scales, _), meant = Quantized(case=case, **kind).make()
+    return arrays, meant, k_scales
 
 
-@pytest.mark.parametrize(("case", "options"), [*CALLS, *slow(SLOW_CALLS)], ids=name_of)
-def test_equals_the_oracle(case, options):
-    assert_equals_the_oracle(case, options, V, SM80)
+@pytest.mark.parametrize(("case", "kind", "options"), [*CALLS, *slow(SLOW_CALLS)], ids=name_of)
+def test_equals_the_oracle(case, kind, options):
+    assert_equals_the_oracle(SM80, case, kind, options, case.head_dim // 128 * 128 if kind else V)
 
 
 @pytest.mark.cpu_budget(25)  # interpreted
-@pytest.mark.parametrize(("case", "options"), [*CALLS_90, *slow(SLOW_CALLS_90)], ids=name_of)
-def test_on_hopper_equals_the_oracle(case, options):
-    assert_equals_the_oracle(case, options, 512, SM90)
+@pytest.mark.parametrize(
+    ("case", "kind", "options"), [*CALLS_90, *slow(SLOW_CALLS_90)], ids=name_of
+)
+def test_on_hopper_equals_the_oracle(case, kind, options):
+    assert_equals_the_oracle(SM90, case, kind, options, 512)
 
 
-def assert_equals_the_oracle(case, options, v, family):
-    arrays = case.make()
-    actual = attend_latents(arrays, v, family, **options)
-    given = {k: x for k, x in options.items() if k not in ("fixed_split_size", "kv_layout")}
-    assert_near(actual, expected_of(arrays, v, **given), case.tolerance)
-
-
-ONE_BYTE = [
-    (decode(head_dim=128 + 64), dict(kv_dtype="int8"), SPLIT),
-    *slow(
-        [
-            (ragged(head_dim=128 + 32), dict(kv_dtype="float8_e4m3fn"), every_option(4, **SPLIT)),
-            (decode(head_dim=128 + 64), dict(kv_dtype="int8", per_tensor=True), {}),
-            (decode(head_dim=256 + 64, dtype="float16", num_q_heads=40), dict(kv_dtype="int8"), {}),
-            (ragged(head_dim=128 + 64), dict(kv_dtype="float8_e4m3fn", per_tensor=True), {}),
-        ]
-    ),
-]
-
-
-@pytest.mark.parametrize(("case", "kind", "options"), ONE_BYTE, ids=name_of)
-def test_one_byte_latents_equal_the_oracle(case, kind, options):
-    v = case.head_dim // 128 * 128
-    assert_one_byte_equals_the_oracle(case, kind, options, v, SM80)
-
-
-ONE_BYTE_90 = [
-    (ragged_90(dtype="float16"), dict(kv_dtype="float8_e4m3fn"), dict(tree_mask=TREE_90)),
-    *slow(
-        [
-            (decode_90(), dict(kv_dtype="int8"), every_option(24, **SPLIT)),
-            (decode_90(num_q_heads=128), dict(kv_dtype="float8_e4m3fn", per_tensor=True), {}),
-            (decode_90(dtype="float16"), dict(kv_dtype="int8"), dict(kv_layout="HPND")),
-            (ragged_90(page_size=8, pages_per_seq=16), dict(kv_dtype="int8"), every_option(3)),
-        ]
-    ),
-]
-
-
-@pytest.mark.cpu_budget(25)  # interpreted
-@pytest.mark.parametrize(("case", "kind", "options"), ONE_BYTE_90, ids=name_of)
-def test_one_byte_latents_on_hopper_equal_the_oracle(case, kind, options):
-    assert_one_byte_equals_the_oracle(case, kind, options, 512, SM90)
-
-
-def assert_one_byte_equals_the_oracle(case, kind, options, v, family):
-    arrays, meant = Quantized(case=case, **kind).make()
-    *arrays, k_scales, _ = arrays
+def assert_equals_the_oracle(family, case, kind, options, v):
+    arrays, meant, k_scales = arrays_of(case, kind)
     actual = attend_latents(arrays, v, family, k_scales=k_scales, **options)
     given = {k: x for k, x in options.items() if k not in ("fixed_split_size", "kv_layout")}
-    assert_near(actual, expected_of(meant, v=v, **given), case.tolerance)
+    assert_near(actual, expected_of(meant, v, **given), case.tolerance)
 
 
 REAL = dict(head_dim=576, page_size=64, pages_per_seq=80)
-LENGTHS = (0, 1, 31, 33, 5000, *range(200, 3000, 97))
+LENGTHS = dict(seq_lens=(0, 1, 31, 33, 5000, *range(200, 3000, 97)))
 PROMPTS = dict(seq_lens=(700, 0, 65, 3000, 1), q_lens=(700, 0, 1, 130, 1), num_tokens=1000)
+FEW_HEADS, MANY_HEADS = ((SM80, 16), (SM90, 20)), ((SM80, 128), (SM90, 128))
+product = itertools.product
 
 
-@pytest.mark.parametrize("with_options", [False, True], ids=["plain", "options"])
 @pytest.mark.parametrize(
-    ("family", "num_q_heads"), [(SM80, 16), (SM80, 128), (SM90, 20), (SM90, 128)]
-)
-@pytest.mark.parametrize("rows", [dict(seq_lens=LENGTHS), dict(seq_lens=(5000,)), PROMPTS])
-def test_real_sizes_on_a_gpu(rows, family, num_q_heads, with_options):
-    if family in INTERPRETED:
-        pytest.skip("takes too long where the kernel is interpreted")
-    case = latents(num_q_heads=num_q_heads, **rows | REAL)
-    arrays, options = case.make(), every_option(num_q_heads) if with_options else {}
-    first = attend_latents(arrays, 512, family, **options)
-    assert_near(first, expected_of(arrays, 512, **options), case.tolerance)
-    for _ in range(100):
-        assert_same_bits(attend_latents(arrays, 512, family, **options), first)
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize(
-    ("family", "num_q_heads", "rows"),
+    ("rows", "kernel", "kind", "with_options"),
     [
-        *((SM80, 16, rows) for rows in (dict(seq_lens=LENGTHS), PROMPTS)),
-        *((SM90, 20, rows) for rows in (dict(seq_lens=LENGTHS), PROMPTS)),
-        (SM90, 128, dict(seq_lens=LENGTHS)),
+        *product(
+            (LENGTHS, dict(seq_lens=(5000,)), PROMPTS),
+            FEW_HEADS + MANY_HEADS,
+            ({},),
+            (False, True),
+        ),
+        *product((LENGTHS, PROMPTS), FEW_HEADS, (INT8, FP8), (False,)),
+        *product((LENGTHS,), MANY_HEADS[1:], (INT8, FP8), (False,)),
     ],
 )
-def test_real_sizes_of_one_byte_on_a_gpu(family, num_q_heads, rows, kv_dtype):
+def test_real_sizes_on_a_gpu(rows, kernel, kind, with_options):
+    family, num_q_heads = kernel
     if family in INTERPRETED:
         pytest.skip("takes too long where the kernel is interpreted")
     case = latents(num_q_heads=num_q_heads, **rows | REAL)
-    arrays, meant = Quantized(case=case, kv_dtype=kv_dtype).make()
-    *arrays, k_scales, _ = arrays
-    first = attend_latents(arrays, 512, family, k_scales=k_scales)
-    assert_near(first, expected_of(meant, v=512), case.tolerance)
+    arrays, meant, k_scales = arrays_of(case, kind)
+    options = every_option(num_q_heads) if with_options else {}
+    call = partial(attend_latents, arrays, 512, family, k_scales=k_scales, **options)
+    first = call()
+    assert_near(first, expected_of(meant, 512, **options), case.tolerance)
     for _ in range(100):
-        assert_same_bits(attend_latents(arrays, 512, family, k_scales=k_scales), first)
+        assert_same_bits(call(), first)
 
 
 @pytest.mark.slow

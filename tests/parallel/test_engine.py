@@ -15,6 +15,7 @@ from pallas_paged.engine.device.placement import placements
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support import raw
 from tests.support.devices import implementations_here, mesh
+from tests.support.draft_calls import NGRAM
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,
@@ -29,7 +30,6 @@ from tests.support.engine_calls import (
     sampling,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -91,8 +91,7 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
     alone, each = one_device(model), loads(top_k)
     pairs = zip(PROMPTS, each, strict=True)
     wanted = [results_of(serve(alone, [prompt], load)[0]) for prompt, load in pairs]
-    engine = mesh_engine(num_devices, model, modes=ANY if top_k else UNFILTERED)
-    steps_of(engine, 4)
+    engine = mesh_engine(num_devices, model, modes=ANY if top_k else UNFILTERED, num_steps=4)
     requests = serve(engine, PROMPTS, each)
     assert engine.stats().num_preemptions > 0
     for _ in range(2):
@@ -112,8 +111,7 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
 def test_layers_with_a_window_free_their_pages_on_every_device(num_devices, model_type):
     """Where other layers see all tokens, with forks, preemption and the prefix cache."""
     model = model_type(vocab_size=40, max_model_len=128, sliding_window=6)
-    engine = mesh_engine(num_devices, model, num_pages=64, modes=GREEDY)
-    steps_of(engine, 8)
+    engine = mesh_engine(num_devices, model, num_pages=64, modes=GREEDY, num_steps=8)
     prompts = [[1, 2, 3], [*range(38)], [7] * 9]
     for _ in range(2):
         requests = serve(engine, prompts, [greedy(max_tokens=80, n=n) for n in (1, 3, 2)])
@@ -333,15 +331,7 @@ def test_an_engine_of_one_device_takes_weights_from_any():
 @pytest.mark.slow  # the next one has steps with drafts, too
 def test_drafts_on_two_devices_leave_the_tokens_as_they_are():
     prompts, params = [[1, 2, 3, 4, 5] * 2, [7, 8] * 4], greedy(max_tokens=20)
-    config = dict(
-        method="ngram",
-        num_speculative_tokens=3,
-        prompt_lookup_max=3,
-        prompt_lookup_min=1,
-        adaptive=False,
-    )
-    engine = mesh_engine(modes=GREEDY, speculative_config=config)
-    steps_of(engine, 4)
+    engine = mesh_engine(modes=GREEDY, speculative_config=NGRAM, num_steps=4)
     wanted = tokens_of(serve(one_device(), prompts, params))
     assert tokens_of(serve(engine, prompts, params)) == wanted
     assert engine.stats().spec_decode_num_accepted_tokens > 0
@@ -354,8 +344,9 @@ def test_a_draft_model_on_two_devices_leaves_the_tokens_as_they_are():
     params = weights(NARROW)
     of_draft = {name: x[:1] if x.ndim > 2 else x for name, x in params.items()}
     config = dict(method="draft_model", model=draft, num_speculative_tokens=2, adaptive=False)
-    engine = mesh_engine(modes=GREEDY, draft_params=of_draft, speculative_config=config)
-    steps_of(engine, 4)
+    engine = mesh_engine(
+        modes=GREEDY, draft_params=of_draft, speculative_config=config, num_steps=4
+    )
     wanted = tokens_of(serve(one_device(), PROMPTS[:3], greedy(max_tokens=20)))
     assert tokens_of(serve(engine, PROMPTS[:3], greedy(max_tokens=20))) == wanted
     assert engine.stats().spec_decode_num_draft_tokens > 20

@@ -73,8 +73,7 @@ def test_replicas_share_requests_and_give_the_tokens_of_one(alone, sizes):
 def test_every_replica_has_a_map_of_its_pages():
     engine = replicated()
     numbers = [request.number for request in submit(engine, PROMPTS[:2], greedy())]
-    for _ in range(2):
-        step(engine)
+    step(engine, 2)
     owners = [{*pool_map.owners.tolist()} - {PoolMap.FREE} for pool_map in engine.pool_map()]
     assert owners == [{number} for number in numbers]
     run(engine)

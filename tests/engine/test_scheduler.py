@@ -1,6 +1,5 @@
 """The scheduler alone, against a page allocator of dicts and lists: no device, no model."""
 
-import numpy as np
 import pytest
 
 from pallas_paged.engine.requests.sequence import Sequence
@@ -8,6 +7,7 @@ from pallas_paged.engine.schedule.calls import SchedulerOutput
 from pallas_paged.pages.prefix_cache import PrefixCache, chained_hash
 from tests.support.marks import slow
 from tests.support.scheduler_host import FIRST, Host, make_sequence, token_at, with_forks
+from tests.support.scheduler_storm import Storm
 
 NOTHING = dict(attachments=[], forks=[], decodes=[], resumed=[], chunks=[], num_steps=1)
 
@@ -200,61 +200,28 @@ HASHES["colliding"] = lambda parent, tokens: (parent + sum(tokens)) % 5
 @pytest.mark.parametrize("num_pages", [6, 9, 20])
 @pytest.mark.parametrize(
     ("num_steps", "window", "num_requests"),
-    [(1, None, 60), (9, None, 60), (9, 3, 60), *slow([(40, None, 750)])],
+    [(1, None, 200), (9, None, 200), (9, 3, 200), (9, 5, 200), *slow([(40, None, 2000)])],
 )
-def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
-    """Arrivals, lengths, shared prefixes, samples, stops, priorities, aborts, emptied caches."""
-    rng = np.random.default_rng([num_pages, num_steps])
+def test_random_requests_in_small_pools(num_pages, hashing, num_steps, window, num_requests):
     hash_page = HASHES[hashing]
-    host = Host(
-        num_pages=num_pages,
-        cache=hash_page and PrefixCache(page_size=4, hash_page=hash_page),
-        max_num_batched_tokens=7,
-        sliding_window=window,
-        num_steps=lambda: int(rng.integers(1, num_steps + 1)),
-        ends_early=num_pages > 6,
-    )
-    each: list[Sequence] = []
-    num_long = 0
-    for number in range(num_requests):
-        length, new = int(rng.integers(1, 13)), int(rng.integers(1, 12))
-        stem = [7] * int(rng.integers(0, length + 1))
-        prompt = stem + rng.integers(0, 3, length - len(stem)).tolist()
-        source = make_sequence(number, new=new, prompt=prompt, priority=2 * int(rng.integers(0, 2)))
-        if rng.random() < 0.2:
-            source.request.score_start = 1  # log-probabilities of the prompt
-        group = [source, *with_forks(source, int(rng.choice([0, 0, 1, 3, 6])))]
-        for one in group:
-            if rng.random() < 0.3:
-                one.stop_token_ids = {token_at(one, length + int(rng.integers(0, 11)))}
-        each += group
-        host.add(source)
-        for _ in range(int(rng.integers(0, 20))):
-            num_long += host.step().num_steps > 1
-        live = [one for one in each if not one.finished]
-        if live and rng.random() < 0.2:
-            host.end(live[rng.integers(len(live))], "abort")
-        if rng.random() < 0.05:
-            host.reset_prefix_cache()
-        if rng.random() < 0.03:
-            host.drain()
-            host.scheduler.preempt_all()
-    host.run()
-    host.update()
-    assert host.table.num_free + host.scheduler.pages.num_evictable == num_pages
-    for one in each:
-        length = len(one.request.prompt_token_ids)
-        new = one.token_ids[length:]
-        assert new == [token_at(one, length + i) for i in range(len(new))]
-        assert one.finished and one.request.num_cached_tokens < length
-        ended = new and new[-1] in one.stop_token_ids
-        if one.output.finish_reason != "abort":
-            assert (one.output.finish_reason == "stop") == bool(ended)
-            assert ended or len(one.token_ids) == one.max_len
+    cache = hash_page and PrefixCache(page_size=4, hash_page=hash_page)
+    sizes = dict(num_pages=num_pages, max_num_seqs=4, max_num_batched_tokens=7, watermark=0)
+    sizes |= dict(most_live=4, longest=10, window=window, ends_early=num_pages > 6, cache=cache)
+    storm = Storm(num_pages + num_steps, checks=1, steps=range(1, num_steps + 1), **sizes)
+    storm.serve(num_requests)
     single = window or hashing == "colliding"  # such need few pages
-    assert num_pages > 9 or single or host.scheduler.num_preemptions > 5
-    assert num_long > 5 or num_steps == 1
-    assert not host.cache or host.cache.num_hit_tokens > 20
-    host.reset_prefix_cache()
-    host.update()
-    assert host.table.num_free == num_pages
+    assert num_pages > 9 or single or storm.counts["preemptions"] > 5
+    assert storm.counts["long calls"] > 5 or num_steps == 1
+    assert cache is None or window == 3 or storm.counts["prefix_cache_hits"] > 20
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("num_requests", "checks"), [(1000, 5), *slow([(50_000, 50)])])
+def test_no_page_is_lost_and_every_request_ends_once(num_requests, checks, caching, window):
+    """Thousands of requests; a million by `tests.support.scheduler_storm`."""
+    storm = Storm(num_requests, caching=caching, window=window, checks=checks)
+    storm.serve(num_requests)
+    counts = storm.counts
+    assert min(counts[x] for x in ("abort", "length", "stop", "preemptions")) > num_requests // 100
+    assert (counts["prefix_cache_hits"] > num_requests // 10) == caching

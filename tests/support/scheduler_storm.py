@@ -6,6 +6,7 @@
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_paged.engine import Request, SamplingParams
@@ -26,52 +27,64 @@ _PARAMS = [
 class Storm(Host):
     """Requests that come, end, are aborted and preempted at random; `counts` has how many."""
 
-    def __init__(self, seed: int, *, caching: bool = True, window: int | None = None, checks: int):
-        """Prepare; invariants of all pages are checked in every step that `checks` divides."""
-        self.checks, num_pages = checks, 110 if window is None else 90
+    def __init__(
+        self,
+        seed: int,
+        *,
+        checks: int,
+        window: int | None = None,
+        steps: Sequence[int] = (1, 2, 8),
+        most_live: int = 64,
+        longest: int = 40,
+        **options: Any,
+    ):
+        """Prepare; invariants of all pages are checked in every step that `checks` divides.
+
+        Args:
+            steps: numbers of steps of calls that only decode.
+            most_live: requests at a time, more or less.
+            longest: tokens of a shared prefix, and new tokens, at most.
+        """
+        self.checks, self.most_live, self.longest = checks, most_live, longest
         self.outputs = OutputProcessor(None, (), Counters())
         self.live: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
-        super().__init__(
-            caching=caching,
-            num_steps=lambda: self.rng.choice((1, 2, 8)),
-            ends_early=False,
-            num_pages=num_pages,
-            max_num_seqs=32,
-            max_num_batched_tokens=96,
-            sliding_window=window,
-            watermark=1,
-        )
+        sizes = dict(num_pages=110 if window is None else 90, max_num_seqs=32, watermark=1)
+        sizes |= dict(max_num_batched_tokens=96, ends_early=False, sliding_window=window)
+        super().__init__(num_steps=lambda: self.rng.choice(steps), **sizes | options)
         self.rng.seed(seed)
 
     def serve(self, num_requests: int) -> None:
         """Serve all requests to their ends."""
         scheduler, rng, left = self.scheduler, self.rng, num_requests
         while left or self.live or self.calls:
-            for _ in range(rng.randrange(24) if len(self.live) < 64 else 0):
+            has_room = len(self.live) < self.most_live
+            for _ in range(rng.randrange(max(2, self.most_live * 3 // 8)) if has_room else 0):
                 if left:
                     self._submit(num_requests - left)
                     left -= 1
-            event = rng.random()
-            if self.live and event < 0.3:
+            event = rng.random() - 0.3 * self.most_live / 64
+            if self.live and event < 0:
                 self.outputs.abort(self.live[rng.choice([*self.live])])
                 self._reschedule()
-            elif event < 0.302:
+            elif event < 0.002:
                 self.reset_prefix_cache()
-            elif event < 0.304:
+            elif event < 0.004:
                 self.drain()
                 scheduler.preempt_all()
-            self.step()
+            self.counts["long calls"] += self.step().num_steps > 1
             self.counts["steps"] += 1
             assert self.counts["steps"] < 100 * num_requests, "requests hang"
         self.update()
         super().check()
         assert not (scheduler.waiting or scheduler.running or self.outputs.load)
-        cached = 0 if self.cache is None else len(self.cache)
-        assert self.table.num_free + cached == self.sizes["num_pages"]
+        assert self.table.num_free + scheduler.pages.num_evictable == self.sizes["num_pages"]
         assert self.counts["ended"] == num_requests
         self.counts["preemptions"] = scheduler.num_preemptions
         self.counts["prefix_cache_hits"] = scheduler.num_hit_tokens
+        self.reset_prefix_cache()
+        self.update()
+        assert self.table.num_free == self.sizes["num_pages"]
 
     def schedule(self) -> SchedulerOutput | None:
         """Begin requests as `Replica` does, and schedule a call."""
@@ -94,9 +107,10 @@ class Storm(Host):
 
     def _submit(self, number: int) -> None:
         rng = self.rng
-        stem, params = rng.choice(_STEMS), rng.choice(_PARAMS)
-        prompt = stem[: rng.randrange(41)]
-        prompt += [100_000 + number] * rng.randrange(0 if prompt else 1, 9)
+        stem = rng.choice(_STEMS[: self.most_live // 2])
+        params = rng.choice([x for x in _PARAMS if (x.max_tokens or 0) <= self.longest])
+        prompt = stem[: rng.randrange(self.longest + 1)]
+        prompt += [100_000 + number] * rng.randrange(0 if prompt else 1, self.longest // 5 + 1)
         values: dict[str, Any] = dict(params=params, priority=rng.choice((0, 0, 0, 0, -1, 3)))
         if params.prompt_logprobs is not None:
             values |= dict(score_start=1, prompt_logprobs=[None] * len(prompt))
@@ -132,7 +146,7 @@ class Storm(Host):
 
 
 def main(num_requests: int) -> None:
-    kinds = dict(caching=True), dict(caching=False), dict(window=9), dict(window=9, caching=False)
+    kinds = [dict(caching=x, window=window) for window in (None, 9) for x in (True, False)]
     total: Counter[str] = Counter()
     start = time.perf_counter()
     for seed, kind in enumerate(kinds):

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,11 +53,11 @@ def decode(slot, num_tokens=1):
     return Decode(sequence=SimpleNamespace(running_slot=slot), num_tokens=num_tokens)
 
 
-def chunk(slot, token_ids, *, targets=None, experts=None):
+def chunk(slot, token_ids, *, targets=None):
     """A last chunk of a prompt; targets are the tokens after those of the chunk."""
     start, limit = (None, None) if targets is None else (1, 0)
     tokens = [0, *(targets or [])]
-    request = SimpleNamespace(prompt_token_ids=tokens, score_start=start, given_experts=experts)
+    request = SimpleNamespace(prompt_token_ids=tokens, score_start=start, given_experts=None)
     one = SimpleNamespace(running_slot=slot, request=request, max_cached_tokens=limit)
     return Chunk(sequence=one, start=0, token_ids=token_ids, is_last=True)
 
@@ -88,13 +87,3 @@ def test_decoding_slots_have_the_places_that_chunks_leave_which_are_packed_in_or
     assert batch.cu_q_lens.tolist() == [0, 1] + [4] * 9
     assert batch.is_last.tolist() == [True] * 2 + [False] * 8
     assert batch.routed_experts is None
-
-
-def test_given_experts_have_the_places_of_their_tokens():
-    rows = np.arange(12, dtype=np.int16).reshape(2, 3, 2)  # of the last two tokens
-    rows = np.concatenate([np.full((1, 3, 2), -1, np.int16), rows])
-    chunks = [chunk(0, [5]), chunk(2, [7, 8, 9], experts=rows), chunk(3, [4])]
-    experts = packed([decode(1)], chunks, (10, 32)).chunks.routed_experts
-    assert experts.dtype == np.int16 and experts.shape == (32, 3, 2)
-    np.testing.assert_array_equal(experts[2:4], rows[1:])
-    assert (np.delete(experts, [2, 3], axis=0) == -1).all()

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_paged.engine import EngineConfig
 from pallas_paged.engine.sampling_params import SamplingMode
+from tests.support.draft_calls import accepted_and_drafted
 from tests.support.draft_heads import BlindHead, MeanHead, MeanModel
 from tests.support.engine_calls import (
     MODEL,
@@ -18,7 +19,6 @@ from tests.support.engine_calls import (
     make_engine,
     sampling,
     serve,
-    steps_of,
     tokens_of,
     weights,
 )
@@ -37,8 +37,7 @@ def config_of(head, num_drafts=K):
 def drafting(model=MEAN, params=WEIGHTS, head=HEAD, draft_params=WEIGHTS, calls=None, **options):
     """An engine that verifies drafts whenever it can, or where `calls` say so."""
     options = dict(num_pages=22, modes=MODES, speculative_config=config_of(head)) | options
-    engine = make_engine(model, params, draft_params=draft_params, **options)
-    steps_of(engine, 4)
+    engine = make_engine(model, params, draft_params=draft_params, num_steps=4, **options)
     drafts_of(engine, K if calls is None else partial(next, calls))
     return engine
 
@@ -57,11 +56,6 @@ def greedy_of_mean(prompt, num_tokens):
         hidden = np.concatenate([means[-1], means.mean(axis=0)])
         tokens.append(int(np.argmax(np.sin(60 * hidden) @ np.asarray(WEIGHTS["head"]))))
     return tokens[len(prompt) :]
-
-
-def accepted_and_drafted(engine):
-    stats = engine.stats()
-    return stats.spec_decode_num_accepted_tokens, stats.spec_decode_num_draft_tokens
 
 
 def mixed():

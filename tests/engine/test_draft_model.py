@@ -15,8 +15,10 @@ from tests.support.draft_calls import (
     GREEDY,
     MODES,
     SIZES,
+    accepted_and_drafted,
     assert_ends_at_stop_texts,
     assert_equal_results,
+    interrupted,
     mixed,
     plain,
 )
@@ -32,7 +34,6 @@ from tests.support.engine_calls import (
     run,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -56,8 +57,7 @@ def config_of(draft, num_drafts=K):
 def drafting(draft_params=WEIGHTS, draft=DRAFT, *, num_drafts=K, modes=MODES, **options):
     """An engine that verifies drafts whenever it can, or as `num_drafts` says for each call."""
     options = SIZES | dict(speculative_config=config_of(draft)) | options
-    engine = make_engine(draft_params=draft_params, modes=modes, **options)
-    steps_of(engine, 4)
+    engine = make_engine(draft_params=draft_params, modes=modes, num_steps=4, **options)
     drafts_of(engine, num_drafts)
     return engine
 
@@ -69,8 +69,8 @@ def noisy(scale):
 
 
 def assert_all_drafts_are_right(engine, least=1):
-    stats = engine.stats()
-    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens >= least
+    accepted, drafted = accepted_and_drafted(engine)
+    assert accepted == drafted >= least
 
 
 @own_programs
@@ -90,10 +90,9 @@ def test_tokens_and_logprobs_equal_those_without_drafts(draft, params, share, mo
     engine = drafting(params, draft, modes=modes)
     requests = serve(engine, prompts, each)
     assert_equal_results(requests, serve(plain(), prompts, each))
-    stats = engine.stats()
-    accepted = stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens
-    assert share[0] <= accepted <= share[1] and stats.spec_decode_num_draft_tokens > 30
-    assert stats.num_preemptions > 0
+    accepted, drafted = accepted_and_drafted(engine)
+    assert share[0] <= accepted / drafted <= share[1] and drafted > 30
+    assert engine.stats().num_preemptions > 0
     assert_every_page_is_free(engine)
 
 
@@ -111,8 +110,7 @@ def test_calls_without_drafts_store_what_the_draft_model_needs_later():
     calls = iter([0, K, 0, 0, K] * 100)
     engine = drafting(num_drafts=lambda: next(calls))
     first, second = submit(engine, PROMPTS[:2], greedy(max_tokens=40))
-    for _ in range(3):
-        step(engine)
+    step(engine, 3)
     third = engine.submit(PROMPTS[2], greedy(max_tokens=30))  # a chunk beside rows that decode
     run(engine)
     wanted = serve(plain(), PROMPTS[:3], [greedy(max_tokens=size) for size in (40, 40, 30)])
@@ -126,30 +124,11 @@ def test_a_stop_text_ends_a_request_within_accepted_drafts():
 
 def test_requests_go_on_after_aborts_and_new_weights_and_without_a_pool():
     """The new weights of both models, and then those of the model alone."""
-
-    def results(engine, drafts):
-        first, *others = submit(engine, PROMPTS[:4], greedy(max_tokens=24))
-        for _ in range(4):
-            step(engine)
-        engine.abort(first)
-        step(engine)
-        engine.update_params(new, restart_running=True, **drafts)
-        before = engine.stats()
-        for _ in range(4):
-            step(engine)
-        engine.sleep()
-        engine.wake_up()
-        run(engine)
-        after = engine.stats()
-        names = ("num_accepted_tokens", "num_draft_tokens")
-        counts = [[getattr(x, f"spec_decode_{y}") for y in names] for x in (before, after)]
-        return tokens_of(others), np.subtract(*counts[::-1]).tolist()
-
-    new = weights(seed=2)
-    wanted, _ = results(plain(), {})
-    found, (accepted, drafted) = results(drafting(), dict(draft_params=new))
+    prompts, new = PROMPTS[:4], weights(seed=2)
+    wanted, _ = interrupted(plain(), prompts)
+    found, (accepted, drafted) = interrupted(drafting(), prompts, draft_params=new)
     assert found == wanted and accepted == drafted > 10
-    found, (accepted, drafted) = results(drafting(), {})
+    found, (accepted, drafted) = interrupted(drafting(), prompts)
     assert found == wanted and accepted < drafted / 2
 
 

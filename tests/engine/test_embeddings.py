@@ -24,23 +24,15 @@ from tests.support.engine_calls import (
     weights,
 )
 from tests.support.event_loops import run
-from tests.support.oracle import Oracle
+from tests.support.oracle import hidden_states_of
 from tests.support.plain_model import PlainModel
 
 MODES = (SamplingMode(pooling=True),)
 
 
-class Headless(PlainModel):
-    """Its logits are the hidden states."""
-
-    def logits(self, params, hidden):
-        return hidden
-
-
 @pytest.fixture(scope="module")
 def hidden(exact_products):
-    oracle = Oracle(Headless(**vars(MODEL)), weights())
-    return [oracle.logits(prompt) for prompt in PROMPTS]
+    return [*map(hidden_states_of(MODEL, weights()), PROMPTS)]
 
 
 @pytest.fixture
@@ -107,7 +99,7 @@ def test_new_weights_begin_a_vector_anew(hidden):
     step(engine)  # of the first 16 tokens
     engine.update_params(new, restart_running=True)
     (*_, output) = engine.stream(request)
-    wanted = Oracle(Headless(**vars(MODEL)), new).logits(PROMPTS[4]).mean(axis=0)
+    wanted = hidden_states_of(MODEL, new)(PROMPTS[4]).mean(axis=0)
     np.testing.assert_allclose(output.embedding, wanted, atol=1e-5)
 
 
@@ -173,7 +165,7 @@ def test_warmup_with_pooling_compiles_the_steps_of_vectors(compilations):
 def test_vectors_of_a_16_bit_model_are_sums_in_f32(exact_products):
     model = replace(MODEL, dtype="bfloat16")
     engine = make_engine(model, modes=MODES)
-    rows = Oracle(Headless(**vars(model)), weights(model)).logits(PROMPTS[4])
+    rows = hidden_states_of(model, weights(model))(PROMPTS[4])
     found = engine.embed([PROMPTS[4]], pooling="mean", normalize=False)
     np.testing.assert_allclose(found[0], rows.mean(axis=0), atol=0.05)
     assert (found != found.astype(jnp.bfloat16)).any()

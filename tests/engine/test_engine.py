@@ -24,7 +24,6 @@ from tests.support.engine_calls import (
     sampling,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -137,8 +136,7 @@ def test_the_watermark_is_a_share_of_the_pool(watermark, num_running):
 
 
 def test_the_next_call_is_dispatched_before_the_last_is_read(monkeypatch):
-    engine = make_engine()
-    steps_of(engine, 1)
+    engine = make_engine(num_steps=1)
     log: list[str] = []
     runner = engine.replicas[0].runner
     for name in ("dispatch", "read"):

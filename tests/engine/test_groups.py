@@ -21,7 +21,6 @@ from tests.support.engine_calls import (
     sampling,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -44,8 +43,7 @@ COUNTS = 1, 3, 2  # samples of each
 
 
 def engine_of(model=MODEL, mode=GREEDY, **sizes):
-    engine = make_engine(model, modes=[mode], **dict(num_pages=NUM_PAGES) | sizes)
-    steps_of(engine, 8)
+    engine = make_engine(model, modes=[mode], num_steps=8, **dict(num_pages=NUM_PAGES) | sizes)
     return engine
 
 
@@ -88,8 +86,7 @@ def test_requests_go_on_after_a_pause_and_after_others_are_aborted(wanted):
     engine = engine_of()
     params = [greedy(n=2), *(greedy(max_tokens=80, n=n) for n in COUNTS)]
     aborted, *requests = submit(engine, [[9] * 40, *PROMPTS], params)
-    for _ in range(3):
-        step(engine)
+    step(engine, 3)
     engine.abort(aborted)
     engine.sleep()
     engine.wake_up()

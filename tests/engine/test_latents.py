@@ -16,6 +16,7 @@ from pallas_paged.engine.device.program import make_step
 from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda, mesh
+from tests.support.draft_calls import NGRAM
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODES,
@@ -50,14 +51,7 @@ def expected():
 
 @pytest.mark.slow
 def test_tokens_with_drafts_equal_numpy(expected):
-    config = dict(
-        method="ngram",
-        num_speculative_tokens=3,
-        prompt_lookup_max=3,
-        prompt_lookup_min=1,
-        adaptive=False,
-    )
-    engine = engine_of(num_pages=32, speculative_config=config)
+    engine = engine_of(num_pages=32, speculative_config=NGRAM)
     assert tokens_of(serve(engine, PROMPTS, greedy())) == expected
     assert engine.stats().spec_decode_num_drafts > 0
 

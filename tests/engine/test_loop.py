@@ -22,7 +22,6 @@ from tests.support.engine_calls import (
     run,
     serve,
     step,
-    steps_of,
     submit,
 )
 from tests.support.marks import slow
@@ -70,13 +69,11 @@ def test_the_number_of_steps_follows_the_time_of_a_step(monkeypatch, seconds, is
 
 
 def test_rows_that_end_do_not_shorten_calls_but_a_request_that_waits_for_a_slot_does(monkeypatch):
-    engine = make_engine()
-    steps_of(engine, 8)
+    engine = make_engine(num_steps=8)
     serve(engine, PROMPTS[2:4] * 2, [greedy(max_tokens=n, ignore_eos=True) for n in (6, 8, 11, 18)])
     stats = engine.stats()
     assert stats.num_calls == 1 + 3 and stats.num_steps == 1 + 17
-    engine = make_engine()
-    steps_of(engine, 8)
+    engine = make_engine(num_steps=8)
     calls = watch_calls(engine, monkeypatch)
     *_, last = submit(engine, PROMPTS[3:4] * 5, [greedy(max_tokens=n) for n in (9, 9, 9, 9, 20)])
     while last.start_time is None:
@@ -94,8 +91,7 @@ PAIR = [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 def started(max_tokens: list[int], num_cached: int = 0):
     """A replica whose requests of PAIR are prefilled, with nothing in flight and cached pages."""
-    engine = make_engine()
-    steps_of(engine, 1)
+    engine = make_engine(num_steps=1)
     if num_cached:
         serve(engine, [[9] * 4 * num_cached], greedy(max_tokens=1))
     submit(engine, PAIR, [greedy(max_tokens=n) for n in max_tokens])

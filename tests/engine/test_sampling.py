@@ -20,7 +20,6 @@ from tests.support.engine_calls import (
     sampling,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -171,8 +170,7 @@ def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
 
 @pytest.mark.parametrize("kind", [{}, {"n": 3}, {"best_of": 3, "n": 2}, {"beam_width": 2}], ids=str)
 def test_an_abort_ends_a_request_with_its_tokens_so_far(kind):
-    engine = make_engine()
-    steps_of(engine, 1)
+    engine = make_engine(num_steps=1)
     request = engine.submit(PROMPTS[1] * 2, sampling(**kind))
     times = [(step(engine), request.first_token_time)[1] for _ in range(7)]
     assert len({*times} - {None}) == 1  # that of the first token stays
@@ -241,8 +239,7 @@ def test_a_text_ends_before_its_stop_text_or_stop_token(spoken, num_steps):
         (dict(stop=text[-2:] + "never said"), text, None),  # reported at the end
         (dict(stop_token_ids=[tokens[at]]), TOKENIZER.decode(tokens[:at]), tokens[at]),
     ]
-    engine = make_engine(tokenizer=TOKENIZER)
-    steps_of(engine, num_steps)
+    engine = make_engine(tokenizer=TOKENIZER, num_steps=num_steps)
     requests = submit(engine, ["hello"] * 5, [replace(SPEAKING, **params) for params, *_ in load])
     assert_deltas_add_up(run(engine), requests)
     for (params, wanted, reason), request in zip(load, requests, strict=True):
@@ -254,13 +251,11 @@ def test_a_text_ends_before_its_stop_text_or_stop_token(spoken, num_steps):
 
 def test_a_failing_tokenizer_ends_only_requests_with_text(greedy_tokens):
     tokenizer = NumberTokenizer()
-    engine = make_engine(tokenizer=tokenizer)
-    steps_of(engine, 1)
+    engine = make_engine(tokenizer=tokenizer, num_steps=1)
     sampled = engine.submit("1 2 3", greedy())
     beams = engine.submit("1 2", greedy(beam_width=2))
     silent = engine.submit([1, 2, 3], greedy(detokenize=False))
-    for _ in range(3):
-        step(engine)
+    step(engine, 3)
     tokenizer.broken = True
     run(engine)
     assert reasons_of([sampled, beams]) == ["error", "error"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.draft_calls import NGRAM
 from tests.support.engine_calls import MODEL, drafts_of
 from tests.support.marks import slow
 from tests.support.soak import soak_engine, storm
@@ -36,12 +37,8 @@ def test_requests_in_a_storm_get_what_they_get_alone(caching, watermark, steps, 
 def test_a_storm_with_drafts_gives_what_requests_get_alone_without(caching):
     """Calls have drafts at random, where no request of theirs has penalties."""
     rng = np.random.default_rng(caching)
-    config = dict(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
-    )
-    engine = soak_engine(
-        MODEL, enable_prefix_caching=caching, watermark=0.0, speculative_config=config
-    )
+    sizes = dict(enable_prefix_caching=caching, watermark=0.0, speculative_config=NGRAM)
+    engine = soak_engine(MODEL, **sizes)
     drafts_of(engine, lambda: 3 * int(rng.random() < 0.7))
     num_steps = lambda: int(rng.choice(ANY))  # noqa: E731
     storm(engine, MODEL, rng, num_requests=300, num_steps=num_steps)

@@ -16,11 +16,14 @@ from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.engine.speculative_config import SpeculativeConfig
 from tests.support.draft_calls import (
     ALL,
+    DRAFTS,
     GREEDY,
     MODES,
+    NGRAM,
     SIZES,
     assert_ends_at_stop_texts,
     assert_equal_results,
+    interrupted,
     mixed,
     plain,
 )
@@ -32,11 +35,9 @@ from tests.support.engine_calls import (
     assert_every_page_is_free,
     greedy,
     make_engine,
-    run,
     sampling,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -46,19 +47,16 @@ from tests.support.mixed_model import MixedModel
 from tests.support.plain_model import PlainModel, dense_logits, greedy_tokens
 
 K = 3
-DRAFTS = dict(num_speculative_tokens=K, adaptive=False)
-CONFIG = dict(DRAFTS, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
 SUFFIX = dict(DRAFTS, method="suffix")
 PENALTIES = [SamplingMode(penalties=True)]
 own_programs = pytest.mark.cpu_budget(14)
 PERIODIC = [[1, 2, 3, 4, 5] * 3, [7, 8] * 5, [*range(9, 20)] * 2]
 
 
-def speculating(model=MODEL, num_steps=4, params=None, config=CONFIG, modes=MODES, **options):
+def speculating(model=MODEL, num_steps=4, params=None, config=NGRAM, modes=MODES, **options):
     """An engine that verifies drafts whenever it can."""
     options = SIZES | dict(speculative_config=config) | options
-    engine = make_engine(model, params, modes=modes, **options)
-    steps_of(engine, num_steps)
+    engine = make_engine(model, params, modes=modes, num_steps=num_steps, **options)
     return engine
 
 
@@ -66,8 +64,8 @@ def speculating(model=MODEL, num_steps=4, params=None, config=CONFIG, modes=MODE
 @pytest.mark.parametrize(
     ("config", "num_steps", "modes", "filters"),
     [
-        (CONFIG, 4, MODES, {}),
-        *slow((CONFIG, n, ALL, dict(top_k=3, top_p=0.9)) for n in (1, 2, 4, 8)),
+        (NGRAM, 4, MODES, {}),
+        *slow((NGRAM, n, ALL, dict(top_k=3, top_p=0.9)) for n in (1, 2, 4, 8)),
         *slow([(SUFFIX, 4, MODES, {})]),
     ],
 )
@@ -112,25 +110,10 @@ def test_drafts_are_looked_for_in_the_prompts_of_all_that_begin_together(monkeyp
 
 
 def test_requests_that_end_or_begin_again_in_between_have_the_same_tokens():
-    """Aborts, new weights, and a pool that was away."""
-
-    def results(engine):
-        first, *others = submit(engine, PERIODIC + PROMPTS[:1], greedy(max_tokens=24))
-        for _ in range(4):
-            step(engine)
-        engine.abort(first)
-        step(engine)
-        engine.update_params(weights(seed=2), restart_running=True)
-        for _ in range(4):
-            step(engine)
-        engine.sleep()
-        engine.wake_up()
-        run(engine)
-        return tokens_of(others)
-
-    wanted, engine = results(plain()), speculating()
-    assert results(engine) == wanted
-    assert engine.stats().spec_decode_num_accepted_tokens > 10
+    prompts = PERIODIC + PROMPTS[:1]
+    wanted, _ = interrupted(plain(), prompts)
+    found, (accepted, _) = interrupted(speculating(), prompts)
+    assert found == wanted and accepted > 10
 
 
 @own_programs
@@ -290,17 +273,17 @@ def test_texts_are_drawn_with_the_probabilities_of_the_model():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(CONFIG, method="ngrams"), "method='ngrams'.* did you mean 'ngram'"),
-        (dict(CONFIG, num_speculative_token=3), "no 'num_speculative_token'; did you mean"),
-        (dict(CONFIG, num_speculative_tokens=0), "num_speculative_tokens=0 must be"),
-        (dict(CONFIG, num_speculative_tokens=10**9), "num_speculative_tokens=1000000000 must be"),
-        (dict(CONFIG, adaptive=1), "adaptive=1 must be"),
-        (dict(CONFIG, prompt_lookup_min=4), "prompt_lookup_min=4 must be"),
-        (dict(CONFIG, prompt_lookup_max=65), "prompt_lookup_max=65 must be"),
+        (dict(NGRAM, method="ngrams"), "method='ngrams'.* did you mean 'ngram'"),
+        (dict(NGRAM, num_speculative_token=3), "no 'num_speculative_token'; did you mean"),
+        (dict(NGRAM, num_speculative_tokens=0), "num_speculative_tokens=0 must be"),
+        (dict(NGRAM, num_speculative_tokens=10**9), "num_speculative_tokens=1000000000 must be"),
+        (dict(NGRAM, adaptive=1), "adaptive=1 must be"),
+        (dict(NGRAM, prompt_lookup_min=4), "prompt_lookup_min=4 must be"),
+        (dict(NGRAM, prompt_lookup_max=65), "prompt_lookup_max=65 must be"),
         (dict(method="ngram"), "must have 'num_speculative_tokens'"),
         (dict(num_speculative_tokens=2), "must have 'method'"),
-        (dict(CONFIG, method="suffix"), "prompt_lookup_max=3 is of method='ngram'"),
-        (dict(CONFIG, suffix_decoding_max_tree_depth=3), "=3 is of method='suffix'"),
+        (dict(NGRAM, method="suffix"), "prompt_lookup_max=3 is of method='ngram'"),
+        (dict(NGRAM, suffix_decoding_max_tree_depth=3), "=3 is of method='suffix'"),
         (SUFFIX | dict(suffix_decoding_max_spec_factor=0), "factor=0 must be above 0"),
         ("ngram", "speculative_config='ngram' must be a dict"),
     ],
@@ -318,5 +301,5 @@ def test_lookup_sizes_that_are_left_out_are_as_the_other_or_5():
     assert sizes() == (5, 5)
     assert sizes(prompt_lookup_max=3) == (3, 3)
     assert sizes(prompt_lookup_min=2) == (2, 2)
-    config = EngineConfig(speculative_config=CONFIG)
+    config = EngineConfig(speculative_config=NGRAM)
     assert replace(config, page_size=8).speculation == config.speculation

@@ -107,8 +107,7 @@ def test_preemption_and_the_prefix_cache_change_nothing(engine):
 def test_an_aborted_request_leaves_others_and_no_page(engine):
     first = engine.submit(PROMPTS[0], sampling(**structured(regex="[ab]+"), max_tokens=30))
     other = engine.submit(PROMPTS[1], sampling(**structured(json=LIST)))
-    for _ in range(3):
-        step(engine)
+    step(engine, 3)
     engine.abort(first.request_id)
     run(engine)
     assert first.outputs[0].finish_reason == "abort" and is_list(other.outputs[0].text)

@@ -21,7 +21,6 @@ from tests.support.engine_calls import (
     sampling,
     serve,
     step,
-    steps_of,
     submit,
     tokens_of,
     weights,
@@ -98,8 +97,7 @@ def test_the_prefix_cache_is_kept_on_request(reset, new_tokens):
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_running_requests_go_on_with_the_new_weights(greedy_tokens, num_steps):
-    engine = make_engine()
-    steps_of(engine, num_steps)
+    engine = make_engine(num_steps=num_steps)
     requests = submit(engine, PROMPTS[:2], greedy())
     deltas = []
     while len(requests[0].outputs[0].token_ids) < 4:
@@ -121,8 +119,7 @@ RESTARTS += [({"temperature": 0.0, "beam_width": 2}, 2), ({"logprobs": 2, "promp
 
 @pytest.mark.parametrize(("kind", "num_steps"), RESTARTS, ids=str)
 def test_running_requests_restart_on_request(kind, num_steps):
-    engine = make_engine(tokenizer=NumberTokenizer())
-    steps_of(engine, 2)
+    engine = make_engine(tokenizer=NumberTokenizer(), num_steps=2)
     params = [sampling(**kind), sampling(**kind | {"temperature": 0.0})]
     requests = submit(engine, PROMPTS[1:2] * 2, params)
     before = [delta for _ in range(num_steps) for delta in step(engine)]
@@ -145,8 +142,7 @@ def test_running_requests_restart_on_request(kind, num_steps):
 def test_nothing_is_left_of_the_old_weights_in_a_request_that_ends_before_it_begins_again():
     engine = make_engine()
     request = engine.submit(PROMPTS[4], greedy(prompt_logprobs=0))
-    for _ in range(2):
-        step(engine)
+    step(engine, 2)
     assert request.prompt_logprobs[1] is not None
     engine.update_params(NEW, restart_running=True)
     engine.abort(request)
@@ -301,11 +297,9 @@ def served_alone():
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_sleep_frees_the_pool_and_requests_go_on_after_wake(greedy_tokens, served_alone, num_steps):
-    engine = make_engine()
-    steps_of(engine, 2)
+    engine = make_engine(num_steps=2)
     requests = submit(engine, PROMPTS[::-1], SLEEPERS[::-1])[::-1]
-    for _ in range(num_steps):
-        step(engine)
+    step(engine, num_steps)
     pool = jax.tree.leaves(engine.replicas[0].runner.executor.state.pool)
     engine.sleep()
     engine.sleep()

@@ -8,8 +8,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from tests.support.oracle import Oracle  # noqa: E402
-from tests.support.plain_model import PlainModel  # noqa: E402
+from tests.support.oracle import hidden_states_of  # noqa: E402
 from tests.support.servers import MODEL, expected_text, small_params  # noqa: E402
 
 GREEDY = {"model": "small", "temperature": 0}
@@ -105,17 +104,10 @@ def test_ranked_and_sampled_completions(api):
         assert [choice.index for choice in choices] == [0, 1]
 
 
-class Headless(PlainModel):
-    """Its logits are the hidden states."""
-
-    def logits(self, params, hidden):
-        return hidden
-
-
 def vectors_of(texts, size=None):
     """What the server says of texts: last hidden states, computed without a cache."""
-    oracle = Oracle(Headless(**vars(MODEL)), small_params())
-    rows = np.array([oracle.logits([*text.encode()])[-1] for text in texts])[:, :size]
+    hidden_states = hidden_states_of(MODEL, small_params())
+    rows = np.array([hidden_states([*text.encode()])[-1] for text in texts])[:, :size]
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,13 @@ import numpy as np
 from jax import lax
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-3}
+
+
+def _on_mosaic(case: Any, implementation: str, **sizes: int) -> Any:
+    """The case, or for a Mosaic kernel that of these sizes with 16 bits."""
+    if not implementation.startswith("mosaic"):
+        return case
+    return replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", **sizes)
 
 
 def cumulated(q_lens: tuple[int, ...]) -> np.ndarray:
@@ -112,13 +120,8 @@ class Case:
 
     def on(self, implementation: str) -> Case:
         """The case, or the nearest one that the implementation supports."""
-        if not implementation.startswith("mosaic"):
-            return self
-        dtype = "float16" if self.dtype == "float16" else "bfloat16"
-        if implementation.startswith("mosaic_sm80"):
-            return replace(self, dtype=dtype)
-        head_dim = self.head_dim if self.head_dim in (64, 128, 256) else 64
-        return replace(self, head_dim=head_dim, dtype=dtype)
+        is_any = implementation.startswith("mosaic_sm80") or self.head_dim in (64, 128, 256)
+        return _on_mosaic(self, implementation, head_dim=self.head_dim if is_any else 64)
 
     def make(self, *, seed: int = 0, poison: bool = True, order: int = 0) -> tuple[np.ndarray, ...]:
         """Returns q, k_pages, v_pages, block_tables, seq_lens and, if ragged, cu_q_lens.
@@ -176,10 +179,7 @@ class LatentCase(Case):
         return self.head_dim * 8 // 9
 
     def on(self, implementation: str) -> LatentCase:
-        if not implementation.startswith("mosaic"):
-            return self
-        dtype = "float16" if self.dtype == "float16" else "bfloat16"
-        return replace(self, head_dim=576, dtype=dtype)
+        return _on_mosaic(self, implementation, head_dim=576)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +193,7 @@ class NarrowCase(Case):
         return q, k_pages, v_pages[..., : self.v_head_dim], *rest
 
     def on(self, implementation: str) -> NarrowCase:
-        if not implementation.startswith("mosaic"):
-            return self
-        dtype = "float16" if self.dtype == "float16" else "bfloat16"
-        return replace(self, head_dim=192, v_head_dim=128, dtype=dtype)
+        return _on_mosaic(self, implementation, head_dim=192, v_head_dim=128)
 
 
 # Cases of shapes that the Mosaic kernels take.

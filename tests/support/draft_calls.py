@@ -9,10 +9,13 @@ from tests.support.engine_calls import (
     greedy,
     make_engine,
     reasons_of,
+    run,
     sampling,
     serve,
-    steps_of,
+    step,
+    submit,
     tokens_of,
+    weights,
 )
 
 # Each mode has programs of its own, which take some seconds to compile: most tests have the first.
@@ -20,12 +23,13 @@ MODES = [SamplingMode(processors=True, draws=True, logprobs=0)]
 ALL = [SamplingMode(filters=2, processors=True, draws=True, logprobs=20)]
 GREEDY = [SamplingMode()]
 SIZES = dict(num_pages=24)
+DRAFTS = dict(num_speculative_tokens=3, adaptive=False)
+NGRAM = dict(DRAFTS, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
 
 
 def plain(**options) -> Engine:
     """An engine without drafts, whose programs other tests have."""
-    engine = make_engine(**options)
-    steps_of(engine, 4)
+    engine = make_engine(num_steps=4, **options)
     return engine
 
 
@@ -65,3 +69,26 @@ def assert_ends_at_stop_texts(prompts: list[list[int]], make, first: int) -> Non
     wanted, engine = serve(plain(tokenizer=tokenizer), prompts, params), make(tokenizer=tokenizer)
     assert_equal_results(serve(engine, prompts, params), wanted)
     assert reasons_of(wanted) == ["stop"] * 3 and engine.stats().spec_decode_num_drafts > 0
+
+
+def accepted_and_drafted(engine: Engine) -> tuple[int, int]:
+    stats = engine.stats()
+    return stats.spec_decode_num_accepted_tokens, stats.spec_decode_num_draft_tokens
+
+
+def interrupted(engine: Engine, prompts: list[list[int]], **drafts) -> tuple[list, list[int]]:
+    """The tokens of requests through an abort of another, new weights, and a pool that was away.
+
+    And what `accepted_and_drafted` counts from the new weights on.
+    """
+    first, *others = submit(engine, prompts, greedy(max_tokens=24))
+    step(engine, 4)
+    engine.abort(first)
+    step(engine)
+    engine.update_params(weights(seed=2), restart_running=True, **drafts)
+    before = accepted_and_drafted(engine)
+    step(engine, 4)
+    engine.sleep()
+    engine.wake_up()
+    run(engine)
+    return tokens_of(others), np.subtract(accepted_and_drafted(engine), before).tolist()

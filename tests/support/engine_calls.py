@@ -57,10 +57,11 @@ def make_engine(
     tokenizer: Any = None,
     *,
     modes: Iterable[SamplingMode] | None = MODES,
+    num_steps: Any = None,
     draft_params: Any = None,
     **sizes,
 ) -> Engine:
-    """An engine of the usual sizes, except those given.
+    """An engine of the usual sizes, except those given, with the steps of `steps_of` if given.
 
     Its steps use `modes`, which serve all requests; None lets it choose the smallest for each step.
     """
@@ -70,6 +71,8 @@ def make_engine(
     engine = Engine(model, params, config, tokenizer, draft_params=draft_params)
     if modes:
         use_modes(engine, modes)
+    if num_steps is not None:
+        steps_of(engine, num_steps)
     return engine
 
 
@@ -111,8 +114,10 @@ def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[Re
     raise AssertionError(f"the engine is not idle after {max_steps} steps")
 
 
-def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
-    """One step; then the invariants of the page table hold, and at most one call is in flight."""
+def step(engine: Engine, times: int = 1, *, check: bool = True) -> list[RequestOutput]:
+    """Steps; then the invariants of the page table hold, and at most one call is in flight."""
+    if times != 1:
+        return [output for _ in range(times) for output in step(engine, check=check)]
     outputs = engine.step()
     for replica in engine.replicas:
         assert replica.calls_in_flight <= 1, "more than one call is in flight"

@@ -1,12 +1,12 @@
 """Generation without a cache: the model runs on the text so far for every token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from tests.support.plain_model import dense_logits
+from tests.support.plain_model import PlainModel, dense_logits
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -39,3 +39,15 @@ class Oracle:
         while len(tokens) < len(prompt) + num_tokens:
             tokens.append(int(np.argmax(self.logits(tokens)[-1])))
         return tokens[len(prompt) :]
+
+
+class _Headless(PlainModel):
+    """Its logits are the hidden states."""
+
+    def logits(self, params, hidden):
+        return hidden
+
+
+def hidden_states_of(model: PlainModel, params: Any) -> Callable[[Sequence[int]], np.ndarray]:
+    """A function from tokens to the hidden states `f64[T, E]` behind them."""
+    return Oracle(_Headless(**vars(model)), params).logits

@@ -69,8 +69,7 @@ def soak_engine(model: Any, **sizes) -> Engine:
 @cache
 def result_alone(model: Any, case: tuple[int, int]) -> tuple[list, list]:
     """The result of a case by itself, on one device, in single steps, without a cache."""
-    engine = soak_engine(model, enable_prefix_caching=False)
-    steps_of(engine, 1)
+    engine = soak_engine(model, enable_prefix_caching=False, num_steps=1)
     return result(*serve(engine, [PROMPTS[case[0]]], PARAMS[case[1]], check=False))
 
 

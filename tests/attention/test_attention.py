@@ -281,12 +281,6 @@ class TestMerge:
         merged = self.merge(outs.astype(q.dtype), np.float32(lses))
         assert_close(merged, arrays, case.tolerance, sinks=sinks)
 
-    def test_states_without_keys_merge_into_zeros(self):
-        outs = np.float32([[[np.nan] * 4] * 2, [[1.0] * 4] * 2])
-        out, lse = self.merge(outs, np.float32([[-np.inf, -np.inf], [3.0, -np.inf]]))
-        np.testing.assert_array_equal(out, [[1.0] * 4, [0.0] * 4])
-        np.testing.assert_array_equal(lse, [3.0, -np.inf])
-
     def test_the_gradient_beside_states_without_keys_is_finite(self):
         def total(lses):
             _, lse = pp.merge_attention_states(np.ones((2, 3, 4), np.float32), lses)

@@ -13,7 +13,7 @@ from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.kernels.families import FAMILIES
 from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits, mla
-from tests.support.attention_cases import LatentCase, of_first_rows, of_latents, with_dead_rows
+from tests.support.attention_cases import LatentCase, of_latents
 from tests.support.devices import latent_implementations_here
 from tests.support.marks import needs_mosaic, slow
 from tests.support.page_layouts import call_in_layout
@@ -112,35 +112,6 @@ def test_memory_of_others_the_order_of_pages_and_repeats_change_no_bit(case, imp
     assert_close(first, made(case), case.tolerance, sm_scale=SCALE)
     for how in (dict(poison=False), dict(order=1), {}):
         assert_same_bits(call(*made(case, **how)), first)
-
-
-@IMPLEMENTATIONS
-def test_one_query_a_sequence_is_a_ragged_call_of_such_sequences(implementation):
-    case = replace(DECODE, seq_lens=(37, 5, 1, 64)).on(implementation)
-    arrays = made(case)
-    call = partial(mla, sm_scale=SCALE, implementation=implementation)
-    ragged = call(*arrays, np.arange(5, dtype=np.int32))
-    for a, b in zip(call(*arrays), ragged, strict=True):
-        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=case.tolerance)
-
-
-@IMPLEMENTATIONS
-@CASES
-def test_rows_from_num_seqs_on_may_hold_anything(case, implementation):
-    case = case.on(implementation)
-    arrays = made(case)
-    dead = with_dead_rows(arrays, 2)
-    how = dict(sm_scale=SCALE, implementation=implementation)
-    actual = mla(*dead, num_seqs=np.int32(2), **how)
-    assert_close(actual, of_first_rows(arrays, 2), case.tolerance, sm_scale=SCALE)
-
-
-@IMPLEMENTATIONS
-def test_many_pages_are_read_by_splits_of_a_row(implementation):
-    case = DECODE.on(implementation)
-    case = replace(case, page_size=64, seq_lens=(1900, 3), pages_per_seq=30)
-    call = partial(mla, sm_scale=0.05, implementation=implementation)
-    assert_close(call(*made(case)), made(case), case.tolerance, sm_scale=0.05)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", *slow(["int8"])])

@@ -3,15 +3,16 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from bench.serving import quality
 from bench.serving.models import random_model
-from models.decoder import Decoder, dense_attend, load_checkpoint, save_checkpoint
+from models.decoder import Decoder, load_checkpoint, save_checkpoint
 from models.text import save_byte_tokenizer
+from tests.support.dense_oracle import dense_logits
+from tests.support.oracle import log_softmax
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -39,13 +40,6 @@ def decoder(checkpoint) -> Decoder:
     return load_checkpoint(checkpoint)[0]
 
 
-@nnx.jit
-def _dense(model: Decoder, tokens: jax.Array) -> jax.Array:
-    """Log-probabilities `f32[B, T, V]` without pages."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return jax.nn.log_softmax(model.logits(model(tokens, positions, dense_attend())[0]))
-
-
 def test_nats_are_those_of_the_model_without_a_cache(checkpoint, decoder, tmp_path, dry_run):
     text = tmp_path / "text"
     text.write_text(TEXT)
@@ -56,7 +50,7 @@ def test_nats_are_those_of_the_model_without_a_cache(checkpoint, decoder, tmp_pa
     tokens = np.frombuffer(TEXT.encode()[-40:], np.uint8).astype(np.int32)
     assert found["num_tokens"] == 39 and found["num_bytes"] == 39 and random["num_tokens"] == 16
     rows = np.append(tokens, 0)[8 * np.arange(5)[:, None] + np.arange(9)]
-    logprobs = np.asarray(_dense(decoder, rows[:, :-1]), np.float64)
+    logprobs = log_softmax(dense_logits(decoder, rows[:, :-1]))
     nats = -np.take_along_axis(logprobs, rows[:, 1:, None], axis=2)[..., 0]
     wanted = nats.ravel()[:39].mean()  # the last row is not full
     assert kv["fp32"]["nats"] == pytest.approx(wanted, rel=1e-5)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,9 +11,7 @@ import pallas_paged as pp
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case
 from tests.support.attention_oracle import attend, relative_error
-from tests.support.kv_pools import make_pool
 from tests.support.marks import slow
-from tests.support.page_tables import write_kv
 from tests.support.quantized_cases import Quantized
 
 INT8, FP8 = "int8", "float8_e4m3fn"
@@ -149,22 +146,6 @@ def test_a_scale_of_nan_reaches_its_head_only(implementation):
     np.testing.assert_array_equal(nan[0], [False, False, True, True])
     np.testing.assert_array_equal(nan[1], [True, True, False, False])
     assert np.isfinite(out[2:]).all()
-
-
-@pytest.mark.parametrize(("kv_dtype", "error"), [(INT8, 0.02), (FP8, 0.05)])
-def test_quantization_by_write_kv_costs_little(kv_dtype, error, implementation):
-    """From tokens to attention: the result is near the unquantized one."""
-    function, case = call_of("decode", "bfloat16", implementation)
-    q, k_pages, v_pages, *rest = dataclasses.replace(case, dtype="float32").make(poison=False)
-    k_pages *= np.linspace(0.1, 3, case.page_size, dtype=np.float32)[:, None]
-    num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
-    sizes = dict(num_pages=num_pages, page_size=page_size, head_dim=head_dim)
-    pool = make_pool(num_layers=1, num_kv_heads=num_kv_heads, dtype=kv_dtype, **sizes)
-    k, v = (x.reshape(num_kv_heads, -1, head_dim).swapaxes(0, 1) for x in (k_pages, v_pages))
-    layer = write_kv(pool.layers[0], k, v, np.arange(len(k), dtype=np.int32))
-    q = q.astype(jnp.dtype(case.dtype))
-    out, _ = function(q, layer.k_pages, layer.v_pages, *rest, layer.k_scales, layer.v_scales)
-    assert relative_error(out, attend(q, k_pages, v_pages, *rest)[0]) <= error
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow(["float16", "float32"])])

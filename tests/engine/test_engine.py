@@ -310,23 +310,6 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
         run(engine, check=False)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_smaller_priorities_are_served_first(greedy_tokens, waits):
-    """One after another, because each takes all slots; of equal priority in order of arrival."""
-    engine = make_engine()
-    first = engine.submit(PROMPTS[4], greedy(max_tokens=3, n=4), priority=9)
-    if waits:
-        step(engine)
-    priorities = [2, -1, 0, 2, -1]
-    params, pairs = greedy(max_tokens=2, n=4), zip(PROMPTS, priorities, strict=True)
-    others = [engine.submit(prompt, params, priority=priority) for prompt, priority in pairs]
-    run(engine)
-    wanted = [others[i] for i in (1, 4, 2, 0, 3)]
-    wanted.insert(0 if waits else 5, first)
-    assert sorted([first, *others], key=lambda x: x.first_token_time) == wanted
-    assert tokens_of(others) == [tokens[:2] for tokens in greedy_tokens for _ in range(4)]
-
-
 def test_two_engines_of_a_model_share_compiled_steps_and_nothing_else(greedy_tokens, compilations):
     engines = one, two = make_engine(), make_engine()
     serve(one, PROMPTS[:1], greedy())

@@ -1,4 +1,4 @@
-"""Pools of latents: created, written, copied, shared and checked, in every layout and in place."""
+"""Pools of latents: created, written and copied, in every layout and in place."""
 
 from dataclasses import replace
 
@@ -14,16 +14,8 @@ from tests.support.marks import slow
 from tests.support.page_layouts import of_heads
 from tests.support.page_tables import (
     assert_same,
-    attach,
     copy_pages,
-    extend,
-    extended,
-    fork,
-    free,
     i32,
-    retain,
-    slot_mapping,
-    truncate,
     write_kv,
 )
 from tests.support.quantized_cases import LARGEST, quantize
@@ -152,58 +144,6 @@ def test_writes_and_copies_equal_numpy_and_touch_nothing_else(row):
     np.testing.assert_allclose(values(written)[:, 1, 2], 0.5, rtol=0.07)
     wanted[:, 1, 2] = values(written)[:, 1, 2]
     np.testing.assert_array_equal(values(written), wanted)
-
-
-def test_forks_and_truncations_of_the_table_copy_latents():
-    """Rows that share a page, and then write tokens of their own."""
-    table, pool = extended([N + 1, 0, 2, 0]), create(1, num_pages=8)
-    rng = np.random.default_rng(0)
-
-    def grow(table, pool, rows, positions):
-        tokens = rng.standard_normal((len(rows), 1, LATENT + ROPE)).astype(np.float32)
-        slots = slot_mapping(table, i32(*rows), i32(*positions))
-        return pp.KVPool(layers=(write_kv(pool.layers[0], tokens, None, slots),)), tokens[:, 0]
-
-    def tokens_of(table, pool, row):
-        pages = np.asarray(table.block_tables)[row]
-        length = int(np.asarray(table.seq_lens)[row])
-        held = values(pool.layers[0])[0][pages[: -(-length // N)]]
-        return held.reshape(-1, LATENT + ROPE)[:length]
-
-    pool, first = grow(table, pool, [0] * (N + 1) + [2] * 2, [*range(N + 1), 0, 1])
-    table, copies, ok = fork(table, i32(0), i32(1))
-    assert ok.all()
-    pool = copy_pages(pool, copies)
-    table, ok = extend(table, i32(1, 1, 0, 0))
-    assert ok.all()
-    pool, newest = grow(table, pool, [0, 1], [N + 1, N + 1])
-    for row in (0, 1):
-        wanted = np.concatenate([first[: N + 1], newest[row : row + 1]])
-        np.testing.assert_array_equal(tokens_of(table, pool, row), wanted)
-    table, copies, ok = truncate(table, i32(N + 2, 3, 2, 0))  # into the page that both rows have
-    assert ok.all()
-    pool = copy_pages(pool, copies)
-    table, ok = extend(table, i32(0, 1, 0, 0))
-    assert ok.all()
-    pool, other = grow(table, pool, [1], [3])
-    np.testing.assert_array_equal(tokens_of(table, pool, 0), [*first[: N + 1], *newest[:1]])
-    np.testing.assert_array_equal(tokens_of(table, pool, 1), np.concatenate([first[:3], other]))
-    np.testing.assert_array_equal(tokens_of(table, pool, 2), first[N + 1 :])
-    pp.check_page_table(table)
-
-    # Row 0 ends, and its full page stays for a prompt that begins with the same tokens.
-    cache, prompt = pp.PrefixCache(page_size=N), [7] * (N + 2)
-    lease = cache.lookup(prompt)
-    new = cache.insert(lease, prompt, np.asarray(table.block_tables)[0, :2].tolist())
-    table, ok = retain(table, i32(*new))
-    assert ok.all() and len(new) == 1
-    cache.release(lease)
-    table = free(table, np.array([True, False, False, False]))
-    found = cache.lookup([*prompt, 8])
-    table, ok = attach(table, i32(3), i32(*found.pages)[None])
-    assert ok.all() and found.num_tokens == N
-    np.testing.assert_array_equal(tokens_of(table, pool, 3), first[:N])
-    pp.check_page_table(table, cache.pages)
 
 
 BIG = dict(num_pages=4096, page_size=16, head_dim=72, v_head_dim=64)

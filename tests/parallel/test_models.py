@@ -230,7 +230,6 @@ def test_commands_load_the_weights_onto_the_devices_of_their_engine(
     ("args", "message"),
     [
         (["--tensor-parallel-size", "4096"], "size=4096 * data_parallel_size=1 must be at most"),
-        (["--data-parallel-size", "4096"], "size=1 * data_parallel_size=4096 must be at most"),
         (["--tensor-parallel-size", "0"], "tensor_parallel_size=0 must be an integer"),
         (["--tensor-parallel-size", "3"], "num_q_heads=2 must be a multiple of num_devices=3"),
     ],

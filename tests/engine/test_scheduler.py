@@ -180,6 +180,16 @@ def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     assert all(one.finished for one in (first, source, *others))
 
 
+def test_samples_go_on_without_the_first_of_them_that_waits():
+    first, source = (make_sequence(i, 2) for i in range(2))
+    others = with_forks(source, 2)
+    host = Host(first, source, max_num_seqs=1)
+    host.step()
+    host.end(source, "abort")
+    host.run()
+    assert all(one.finished and one.token_ids[-1] == token_at(one, 9) for one in others)
+
+
 def test_calls_that_only_decode_take_several_steps_or_half_of_them_until_the_pages_suffice():
     for num_running, num_steps in ((1, 1), (1, 7), (4, 7), (4, 32)):
         each = [make_sequence(number, 4, new=20) for number in range(num_running)]

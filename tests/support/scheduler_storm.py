@@ -21,7 +21,7 @@ _PARAMS = [
     for most in (1, 3, 8, 20)
     for n, best_of in ((1, None), (1, None), (1, None), (2, None), (5, None), (1, 3))
     for stop in ((), *(range(FIRST + i, FIRST + 5 * STRIDE, STRIDE) for i in (2, 9)))
-] + [SamplingParams(max_tokens=0), SamplingParams(max_tokens=2, prompt_logprobs=0)]
+] + [SamplingParams(max_tokens=0), SamplingParams(max_tokens=8, n=3, prompt_logprobs=0)]
 
 
 class Storm(Host):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -73,12 +74,18 @@ class Family:
         return None
 
     def bind_decode(self, call: Call) -> Callable[..., Any]:
-        """Return the function of a decode call of a family with partial states."""
-        bound = self.bind_states(call, writes=False)
-        assert bound is not None
+        """Return the function of a decode call of a family with partial states, as `bind` does."""
+        bound: Any = self.bind_states(call, writes=False)
         states, merge = bound
-        return lambda arrays, *, options: merge(states(arrays, options=options))
+        return functools.partial(_decode, states.func, merge, **states.keywords)
 
     def gradients(self) -> Callable[..., Any]:
         """Return the function that makes gradients, see `backward.attention_gradient`."""
         raise NotImplementedError
+
+
+def _decode(
+    states: Callable[..., Any], merge: Callable[..., Any], arrays: Arrays, **how: Any
+) -> Any:
+    """Return `(out, lse)`, merged from states that are made with the keywords."""
+    return merge(states(arrays, **how))

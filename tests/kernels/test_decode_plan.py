@@ -65,12 +65,12 @@ BATCHES = [
     RNG.integers(0, 40, 100).tolist(),
     RNG.integers(0, 90, 100).tolist(),
 ]
-WHOLE, SHORT = {"with_whole_rows": True}, {"with_short_programs": True}
+UNSPLIT, SHORT = {"with_whole_rows": True}, {"with_short_programs": True}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, WHOLE, SHORT, WHOLE | SHORT, {"fixed_split_size": 3 * BLOCK}],
+    [{}, UNSPLIT, SHORT, UNSPLIT | SHORT, {"fixed_split_size": 3 * BLOCK}],
     ids=lambda options: "-".join(options) or "even",
 )
 @pytest.mark.parametrize("num_programs", [1, 5, 66])
@@ -98,21 +98,21 @@ def test_each_unit_has_one_program_and_the_merge_finds_all_states(num_programs, 
 @pytest.mark.parametrize(
     ("blocks", "num_programs", "options", "longest"),
     [
-        ([64] * 64, 66, WHOLE, 64),  # a row each, where 63 blocks would be the even share
-        ([32] * 128, 66, WHOLE, 64),
-        ([16] * 256, 66, WHOLE, 64),
-        ([1024] * 64, 66, WHOLE, 1024),
-        ([32] * 32, 66, WHOLE, 16),  # half a row each: nothing to gain
-        ([64] * 60, 66, WHOLE, 59),  # a row would be 8% more than an even share
-        ([64], 66, WHOLE, 1),
-        ([64], 1, WHOLE, 64),
-        ([63] + [64] * 63, 66, WHOLE, 63),
+        ([64] * 64, 66, UNSPLIT, 64),  # a row each, where 63 blocks would be the even share
+        ([32] * 128, 66, UNSPLIT, 64),
+        ([16] * 256, 66, UNSPLIT, 64),
+        ([1024] * 64, 66, UNSPLIT, 1024),
+        ([32] * 32, 66, UNSPLIT, 16),  # half a row each: nothing to gain
+        ([64] * 60, 66, UNSPLIT, 59),  # a row would be 8% more than an even share
+        ([64], 66, UNSPLIT, 1),
+        ([64], 1, UNSPLIT, 64),
+        ([63] + [64] * 63, 66, UNSPLIT, 63),
         ([64] * 64, 66, {}, 63),
         # Beside short programs, only rows that are not long.
-        ([16] * 64, 66, WHOLE | SHORT, 16),
-        ([32] * 64, 66, WHOLE | SHORT, 32),
-        ([64] * 64, 66, WHOLE | SHORT, 60),
-        ([15, 16] * 32, 66, WHOLE | SHORT, 15),
+        ([16] * 64, 66, UNSPLIT | SHORT, 16),
+        ([32] * 64, 66, UNSPLIT | SHORT, 32),
+        ([64] * 64, 66, UNSPLIT | SHORT, 60),
+        ([15, 16] * 32, 66, UNSPLIT | SHORT, 15),
     ],
     ids=lambda x: f"{len(x)} rows of {x[0]}" if isinstance(x, list) else None,
 )

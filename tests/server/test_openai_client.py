@@ -17,6 +17,7 @@ RENDERED = "[system] Be brief.\n[user] Hello\n[assistant] "
 
 
 @pytest.mark.smoke
+@pytest.mark.cpu_budget(5)  # the client builds its models in the first call
 def test_a_chat_at_once_and_streamed(api):
     options = dict(messages=MESSAGES, **GREEDY)
     answer = api.chat.completions.create(**options, max_tokens=12)

@@ -20,12 +20,13 @@ from models.decoder.config_json import read_eos_token_ids
 from models.decoder.decoder import Decoder
 from models.decoder.sharding import config_on
 from models.decoder.stored_tensors import FORMS, parts_of, read_param, tensors_of
-from models.decoder.tensor_file import Tensor, first_cut, save_tensors, tensors_in
+from models.decoder.tensor_file import Tensor, first_cut, read_each, save_tensors, tensors_in
 from models.files import CheckpointError, read_json
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_NUM_THREADS = 4  # each holds one parameter on the host; those of experts are read in more threads
 # Scales of a layer's float8 K and V, as compressed-tensors, ModelOpt and Quark name them.
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -36,7 +37,7 @@ def load_checkpoint(
 ) -> tuple[Decoder, ModelConfig]:
     """Read a decoder from a folder in Hugging Face format.
 
-    The host holds one parameter at a time. Of a sharded parameter each process reads only
+    The host holds up to four parameters at a time. Of a sharded one each process reads only
     what its devices hold.
 
     Args:
@@ -103,13 +104,17 @@ def _read_params(
     mesh: Mesh | None,
     config: ModelConfig,
 ) -> list[Any]:
-    loaded = []
-    for path, param in params:
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of this thread
+
+    def read(entry: Any) -> Any:
+        path, param = entry
         parts = [tensors[name] for name, _ in tensors_of(path, param.shape, stored)]
-        value = read_param(path, param.shape, parts, dtype, mesh, config)
-        # Waits for the copy, so that the host never holds the arrays of two parameters.
-        loaded.append((path, param.replace(jax.block_until_ready(value))))
-    return loaded
+        with jax.default_device(device):
+            value = read_param(path, param.shape, parts, dtype, mesh, config)
+        # Waits for the copy, so that the host holds the arrays of few parameters at a time.
+        return path, param.replace(jax.block_until_ready(value))
+
+    return read_each(params, read, num_threads=_NUM_THREADS)
 
 
 def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> None:

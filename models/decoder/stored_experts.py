@@ -64,7 +64,7 @@ def read_stacked_experts(
             first = first.T  # files have [in, out]
         value[place] = first.reshape(shape[1:])
 
-    read_each(stop - start, read)
+    read_each(range(stop - start), read)
     return value
 
 

@@ -222,7 +222,7 @@ def _read_experts(
         for part, column in zip(stored, columns, strict=True):
             part.read_into(column)
 
-    read_each(stop - start, read)
+    read_each(range(stop - start), read)
     return value
 
 

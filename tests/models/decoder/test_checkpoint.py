@@ -96,6 +96,14 @@ def test_round_trip_keeps_every_bit(tmp_path, dtype, tied, bias):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype.dtype.name
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_parameters_go_to_the_default_device_of_the_caller():
+    device = jax.devices()[1]
+    with jax.default_device(device):  # of this thread; others read the files
+        decoder, _ = load_checkpoint(GOLDEN)
+    assert {x.device for x in jax.tree.leaves(nnx.state(decoder))} == {device}
+
+
 def test_a_file_is_opened_once_and_not_for_each_tensor(monkeypatch):
     """Its header has thousands of experts, and took 11 ms to parse."""
     opened, open_file = [], tensor_file.safe_open

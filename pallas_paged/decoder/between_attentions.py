@@ -35,12 +35,12 @@ RoutedMLP = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
 # what was measured on an H200: Llamas of 1B, 3B and 8B, Qwen3 of 0.6B, 1.7B, 4B, 14B and 32B,
 # Qwen2.5-7B, Phi-4, and, with experts, Qwen3-30B-A3B and gpt-oss-20b. bench/notes/decoder.md has
-# the times.
+# the times. Steps with a chunk of 128 tokens compile sooner without it.
 _FASTER = (
     (range(2048, 5121), range(1, 2)),
     (range(1024, 4097), range(2, 129)),
     (range(4097, 5121), range(32, 65)),
-    (range(1024, 1025), range(129, 257)),
+    (range(1024, 1025), range(160, 257)),
 )
 
 
@@ -81,7 +81,7 @@ def between_attentions(
 
     On a Hopper GPU it is one persistent kernel that streams all weights, for one row of 2048 to
     5120 elements, and in bf16 for 2 to 128 rows of 1024 to 4096, for 32 to 64 rows up to 5120, and
-    for 129 to 256 rows of 1024. With other sizes, and up to 256 rows, it runs if `implementation`
+    for 160 to 256 rows of 1024. With other sizes, and up to 256 rows, it runs if `implementation`
     names it.
     Otherwise, for gradients and under `vmap`, XLA runs the steps one by one. Results differ by
     rounding: sums are in f32, in another order. The bits of the kernels are the same each time.

@@ -25,8 +25,8 @@ from pallas_paged.engine import (
     EngineDeadError,
     SamplingParams,
 )
+from pallas_paged.engine.sampling_params import with_defaults
 from pallas_paged.server import ChatTemplate
-from pallas_paged.server.call import with_defaults
 
 _HELP = "/reset begins a new conversation, /quit or Ctrl-D ends the program, Ctrl-C stops an answer"
 

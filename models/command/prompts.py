@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.text import Tokenizer, chat_defaults, read_chat_template, sampling_defaults
 from pallas_paged.engine import Model, SamplingParams, StructuredOutputsParams
-from pallas_paged.server import ChatTemplate
-from pallas_paged.server.call import with_defaults
+from pallas_paged.engine.sampling_params import with_defaults
+
+if TYPE_CHECKING:
+    from pallas_paged.server import ChatTemplate
 
 _CHAT_KEYS = ("tools", "documents", "chat_template_kwargs")
 _KEYS = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.files import read_json
-from pallas_paged.server import ChatTemplate
+
+if TYPE_CHECKING:
+    from pallas_paged.server import ChatTemplate
 
 
 def read_chat_template(folder: str | Path, *, file: Path | None = None) -> ChatTemplate:
@@ -19,6 +21,8 @@ def read_chat_template(folder: str | Path, *, file: Path | None = None) -> ChatT
         ValueError: a file is damaged.
         OSError: `file` can't be read.
     """
+    from pallas_paged.server import ChatTemplate  # which takes a while to import
+
     folder = Path(folder)
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.files import read_json
 from models.text.tokenizer import Tokenizer
 from pallas_paged.engine import Model, SamplingParams
-from pallas_paged.server import ChatTemplate
+
+if TYPE_CHECKING:
+    from pallas_paged.server import ChatTemplate
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from pallas_paged.server import HFTokenizer
-from pallas_paged.server.text import BYTE_OF_SYMBOL
+from pallas_paged.server.tokenizer import BYTE_OF_SYMBOL
 
 
 class Tokenizer(HFTokenizer):

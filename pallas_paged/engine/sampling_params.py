@@ -264,6 +264,25 @@ class PoolingParams:
 WarmupParams: TypeAlias = Sequence[SamplingParams | PoolingParams | None] | None
 
 
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of `SamplingParams`, with those of a model's defaults that they lack.
+
+    Stop texts and stop tokens of the defaults are added to those that are given. Beams take the
+    stop tokens only: they draw nothing, and can't have stop texts.
+    """
+    if "beam_width" in given:
+        defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
+    values = {**defaults, **given}
+    for name in ("stop", "stop_token_ids"):
+        if name in defaults and name in given:
+            values[name] = as_list(defaults[name]) + as_list(given[name])
+    return values
+
+
+def as_list(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
 def _on_device(value: float) -> np.float32:
     """Return a number in float32, where 1e-60 is 0; a device may take a subnormal as 0, too."""
     number = np.float32(value)

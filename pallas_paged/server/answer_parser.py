@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pallas_paged.engine.requests.detokenizer import overlap
-from pallas_paged.server.calls import CallFinder, read_calls
-from pallas_paged.server.tools import (
+from pallas_paged.server.answer_format import (
     CONTENT,
     FIRST_HEADER,
     HARMONY,
@@ -18,6 +17,7 @@ from pallas_paged.server.tools import (
     AnswerFormat,
     Region,
 )
+from pallas_paged.server.calls import CallFinder, read_calls
 
 _MOST_NAMED = 400  # characters in which that must be found while a call arrives
 _HARMONY_FUNCTION = re.compile(r"to=functions\.([\w.-]+)")

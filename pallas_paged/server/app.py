@@ -33,6 +33,7 @@ from pallas_paged.engine import (
 )
 from pallas_paged.engine.requests.request import normalized
 from pallas_paged.server.call import Answer, Call, Prompt, encode_json, take_priority
+from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.completions import (
     encoded,
     parse_chat,
@@ -46,7 +47,6 @@ from pallas_paged.server.metrics import HEALTH_SECONDS
 from pallas_paged.server.page.pool import PoolView
 from pallas_paged.server.responses import parse_response
 from pallas_paged.server.service import ServerConfig, Service
-from pallas_paged.server.text import ChatTemplate
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _PAGE = Path(__file__).parent / "page"

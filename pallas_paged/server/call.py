@@ -23,8 +23,9 @@ from pallas_paged.engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from pallas_paged.engine.sampling_params import as_list, with_defaults
 from pallas_paged.server.fields import Fields, bad_request
-from pallas_paged.server.text import TextTokenizer
+from pallas_paged.server.tokenizer import TextTokenizer
 
 MAX_N = 128  # completions of a prompt, as in OpenAI's API
 # The engine looks for each stop text after each token.
@@ -207,7 +208,7 @@ def take_params(
     values["structured_outputs"] = _structured_outputs(fields)
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
-    _check_stop(_as_list(given.get("stop", [])))
+    _check_stop(as_list(given.get("stop", [])))
     given = with_defaults(given, defaults)
     try:
         params = SamplingParams(**given, max_tokens=max_tokens, detokenize=detokenize)
@@ -217,21 +218,6 @@ def take_params(
         if (getattr(params, name) or 1) > MAX_N:
             raise bad_request(f"{name}={getattr(params, name)} must be at most {MAX_N}", name)
     return params
-
-
-def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of `SamplingParams`, with those of a model's defaults that they lack.
-
-    Stop texts and stop tokens of the defaults are added to those that are given. Beams take the
-    stop tokens only: they draw nothing, and can't have stop texts.
-    """
-    if "beam_width" in given:
-        defaults = {name: x for name, x in defaults.items() if name == "stop_token_ids"}
-    values = {**defaults, **given}
-    for name in ("stop", "stop_token_ids"):
-        if name in defaults and name in given:
-            values[name] = _as_list(defaults[name]) + _as_list(given[name])
-    return values
 
 
 def field_of(message: str) -> str | None:
@@ -293,10 +279,6 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
             raise bad_request("response_format.json_schema must have a schema", "response_format")
     inner.end()
     return schema
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _check_stop(texts: list[Any]) -> None:

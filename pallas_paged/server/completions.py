@@ -23,7 +23,7 @@ from pallas_paged.server.call import (
 )
 from pallas_paged.server.fields import APIError, Fields, bad_request
 from pallas_paged.server.service import Service
-from pallas_paged.server.text import TextTokenizer
+from pallas_paged.server.tokenizer import TextTokenizer
 from pallas_paged.server.tools import Tools, take_tools
 
 _MAX_TOKENS = 16  # of a text where a request has no max_tokens, as in OpenAI's API

@@ -12,10 +12,10 @@ from typing import Any
 from pallas_paged.engine import CompletionOutput
 from pallas_paged.server.answer_parser import CallPiece, Parts
 from pallas_paged.server.call import Call, Prompt, encode_json
+from pallas_paged.server.chat_template import checked_messages
 from pallas_paged.server.completions import ParsedAnswer, parse_chat
 from pallas_paged.server.fields import APIError, Fields, bad_request
 from pallas_paged.server.service import Service
-from pallas_paged.server.text import checked_messages
 from pallas_paged.server.tools import Tools
 
 # Fields of chats that are not passed on to one.

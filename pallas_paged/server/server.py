@@ -24,9 +24,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pallas_paged.checks import check_integer
 from pallas_paged.engine import AsyncEngine, Tokenizer
 from pallas_paged.server.app import app_of
+from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.fields import APIError
 from pallas_paged.server.service import Service
-from pallas_paged.server.text import ChatTemplate
 
 HEAD_SECONDS = 10.0  # in which the head of a request must arrive
 MAX_HEAD_BYTES = 64 << 10  # the blank line included

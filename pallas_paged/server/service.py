@@ -13,10 +13,11 @@ from starlette.requests import Request
 
 from pallas_paged.checks import check_flag, check_has, check_integer, check_number
 from pallas_paged.engine import AsyncEngine, PoolingParams, SamplingParams, Tokenizer
+from pallas_paged.server.answer_format import PARSERS, find_formats
+from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.fields import APIError, Bodies, Fields, bad_request, read_fields
 from pallas_paged.server.metrics import Metrics
-from pallas_paged.server.text import ChatTemplate, TextTokenizer, text_tokenizer
-from pallas_paged.server.tools import PARSERS, find_formats
+from pallas_paged.server.tokenizer import TextTokenizer, text_tokenizer
 
 _INLINE_CHARACTERS = 4000  # texts up to this length take less time to encode than a thread to start
 T = TypeVar("T")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from pallas_paged.server.answer_format import find_formats
 from pallas_paged.server.answer_parser import AnswerParser, Parts
 from pallas_paged.server.calls import CallFinder
-from pallas_paged.server.tools import find_formats
 
 A, B = ("f", '{"a": 1}'), ("g", '{"b": "é"}')
 SCHEMAS = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}

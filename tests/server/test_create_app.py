@@ -15,7 +15,7 @@ from pallas_paged.engine import AsyncEngine
 from pallas_paged.server import ChatTemplate, HFTokenizer, ServerConfig, create_app, serve
 from pallas_paged.server.server import Server
 from pallas_paged.server.service import Service
-from pallas_paged.server.text import text_tokenizer
+from pallas_paged.server.tokenizer import text_tokenizer
 from tests.support.event_loops import in_loop
 from tests.support.servers import expected_text, small_engine
 from tests.support.word_tokenizers import sentencepiece

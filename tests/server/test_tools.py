@@ -15,11 +15,12 @@ from pallas_paged.engine.requests.grammar import (  # noqa: E402
     empty_masks,
     fill_masks,
 )
+from pallas_paged.server.answer_format import find_formats  # noqa: E402
 from pallas_paged.server.answer_parser import AnswerParser  # noqa: E402
+from pallas_paged.server.chat_template import checked_messages  # noqa: E402
 from pallas_paged.server.completions import parse_chat  # noqa: E402
 from pallas_paged.server.fields import Fields  # noqa: E402
-from pallas_paged.server.text import checked_messages  # noqa: E402
-from pallas_paged.server.tools import find_formats, take_tools  # noqa: E402
+from pallas_paged.server.tools import take_tools  # noqa: E402
 from tests.support.servers import make_service, small_engine  # noqa: E402
 
 GREEDY = {"model": "small", "temperature": 0}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.text import Tokenizer, read_chat_template
-from pallas_paged.server.text import checked_messages
+from pallas_paged.server.chat_template import checked_messages
 from tests.support.chat_folders import CONVERSATIONS, NAMES, OPTIONS, TEMPLATES, save_chat_folder
 
 GOLDEN = json.loads((TEMPLATES / "golden.json").read_text())

@@ -107,8 +107,11 @@ def train_draft_head(
         weight.
 
     Raises:
-        ValueError: the run diverged, so that the loss is NaN or infinite.
+        ValueError: there are fewer than two texts, or the run diverged, so that the loss is NaN or
+            infinite.
     """
+    if len(texts) < 2:
+        raise ValueError(f"len(texts)={len(texts)} must be at least 2: one is held out")
     num_train = len(texts) - max(1, int(_HELD_OUT * len(texts)))
     tokens, hidden = jnp.asarray(texts), _hidden_of(decoder, texts)
     sizes = {}
@@ -263,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         encoded = [x for line in lines if (x := tokenizer.encode(line))]
         if not encoded:
             raise ValueError(f"{prompts} has no prompt: every line is blank")
+        out.mkdir(parents=True, exist_ok=True)  # an error before the training
         texts = write_texts(decoder, encoded, config)
         head, _, loss = train_draft_head(decoder, texts, config)
         save_draft_head(out, head)
@@ -280,6 +284,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(*lines, f"saved in {out}", sep="\n")
     return 0
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,8 @@ def test_a_run_that_diverges_makes_no_head(decoder):
     run = replace(RUN, steps=3, warmup=0, depth=1, learning_rate=1e38)
     with pytest.raises(ValueError, match=r"the run diverged: lower config\.learning_rate=1e\+38"):
         train_draft_head(decoder, TEXTS, run)
+    with pytest.raises(ValueError, match=r"len\(texts\)=1 must be at least 2"):
+        train_draft_head(decoder, TEXTS[:1], run)
 
 
 @pytest.mark.cpu_budget(10)  # programs of its own
@@ -155,6 +158,18 @@ def test_bad_input_of_the_command_is_one_line(tmp_path, monkeypatch, capsys, opt
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert out == "" and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_is_an_error_before_the_texts_and_ctrl_c_ends_them(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").touch()
+    write_texts = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(draft_head, "write_texts", write_texts)
+    assert main([*DEMO, "--out", str(tmp_path / "file")]) == 2
+    assert "File exists" in capsys.readouterr().err and not write_texts.called
+    assert main([*DEMO, "--out", str(tmp_path / "head")]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.cpu_budget(10)  # programs of its own

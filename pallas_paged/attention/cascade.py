@@ -105,8 +105,10 @@ def cascade_attention(
         )
         columns = jnp.arange(pages_per_seq) + own_prefix[:, None] // page_size
         own_tables = jnp.take_along_axis(tables, jnp.minimum(columns, pages_per_seq - 1), axis=1)
-        # Empty rows have a query like the others; its result is not merged.
+        # Empty rows have a query like the others; its result is not merged. It may be NaN, as
+        # padding may: no gradient of a key may be 0 * NaN.
         positions = jnp.where(lens > 0, lens - 1, INT32_MAX)
+        arrays = dataclasses.replace(arrays, q=jnp.where(lens[:, None, None] > 0, arrays.q, 0))
 
     without_sinks = dataclasses.replace(arrays, sinks=None)  # they join once, in the merge
     prefix_out, prefix_lse = dispatch.attend(

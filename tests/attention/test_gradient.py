@@ -156,6 +156,14 @@ class TestEqualsFiniteDifferences:
         found = gradients_of(function, call_of(arrays) | groups, wanted, **options)
         assert_is_gradient_of_attention(found, arrays, **options)
 
+    def test_of_a_cascade_where_the_query_of_an_empty_row_is_nan(self):
+        *arrays, prefix_lens, cu_group_sizes = SHARED.make()
+        arrays[0][1] = np.nan
+        groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes)
+        function = partial(raw.cascade_attention, implementation="xla")
+        found = gradients_of(function, call_of(arrays) | groups, ("q", "v_pages"))
+        assert_is_gradient_of_attention(found, arrays)
+
     @pytest.mark.parametrize("kv_layout", ["NH2D", *slow(x for x in OTHERS if x != "NH2D")])
     def test_of_pages_in_other_layouts_that_all_queries_see(self, kv_layout, implementation):
         """The gradients of pages have their layout."""

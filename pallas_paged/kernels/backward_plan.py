@@ -38,8 +38,10 @@ class PageReaders:
         if arrays.q_positions is None:
             oldest = options.first_key(jnp.maximum(arrays.seq_lens - q_lens, 0))
             read &= start + page_size > oldest[:, None]
-        page = jnp.where(read, jnp.clip(arrays.block_tables, 0, num_pages - 1), num_pages)
-        page = page.reshape(-1)
+        tables = arrays.block_tables
+        # Entries left of a window may be any integer: kernels store to the page of a reader.
+        read &= (tables >= 0) & (tables < num_pages)
+        page = jnp.where(read, tables, num_pages).reshape(-1)
         entry = jnp.arange(page.size)
         _, entry = lax.sort((page, entry), num_keys=1, is_stable=True)
         counts = jnp.zeros(num_pages, jnp.int32).at[page].add(1, mode="drop")

@@ -164,6 +164,23 @@ class TestEqualsFiniteDifferences:
         found = gradients_of(function, call_of(arrays) | groups, ("q", "v_pages"))
         assert_is_gradient_of_attention(found, arrays)
 
+    @TRITON
+    @pytest.mark.slow
+    def test_of_a_cascade_without_the_pages_left_of_its_window(self, triton):
+        """Their entries, past the pool, take nothing from the last page, which is seen."""
+        *arrays, prefix_lens, cu_group_sizes = SHARED.make()
+        tables, last = arrays[3], arrays[1].shape[1] - 1
+        for pages in arrays[1:3]:
+            pages[:, last] = pages[:, tables[0, 1]]
+        tables[[0, 2], 1] = last
+        call = call_of(arrays) | dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes)
+        call["block_tables"] = tables.copy()
+        call["block_tables"][[0, 2], 0] = 2**31 - 1
+        options = dict(sliding_window=9)
+        function = partial(raw.cascade_attention, implementation=triton)
+        found = gradients_of(function, call, ("v_pages",), **options)
+        assert_is_gradient_of_attention(found, arrays, **options)
+
     @pytest.mark.parametrize("kv_layout", ["NH2D", *slow(x for x in OTHERS if x != "NH2D")])
     def test_of_pages_in_other_layouts_that_all_queries_see(self, kv_layout, implementation):
         """The gradients of pages have their layout."""

@@ -330,3 +330,15 @@ def test_a_request_whose_tokenizer_fails_after_a_restart_ends_and_others_go_on(n
     mine = [x for x in deltas if x.request_id == failing.request_id]
     assert [x.finished for x in mine] == [False, True] and mine[0].restarted
     assert tokens_of([other]) == new_tokens[1:2] and engine.stats().num_failed == 1
+
+
+def test_an_error_of_the_old_weights_is_forgotten_when_a_request_begins_again():
+    """Those of the first four; the fifth waits, so that the request goes on."""
+    engine = make_engine(params=jax.tree.map(lambda x: x * jnp.nan, NEW))
+    request = engine.submit(PROMPTS[0], sampling(n=5))
+    while request.error is None:
+        step(engine)
+    assert not request.finished
+    engine.update_params(NEW, restart_running=True)
+    run(engine)
+    assert reasons_of([request]) == ["length"] * 5 and request.error is None

@@ -105,6 +105,7 @@ class Request:
     def begin(self) -> None:
         """Begin, or begin again, from the prompt."""
         self.start_time = self.first_token_time = self.routed_experts = self.pooled = None
+        self.error = None  # of a completion that begins again
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_token_ids)
         self.outputs = [] if self.params.ranks else self.new_completions()

@@ -264,6 +264,7 @@ def _kernel(
     return call(attended, x, weights, mailboxes)
 
 
+@default_promotion()  # JAX also calls it after the entry has returned
 def _kernel_fwd(
     config: Config, eps: float, routing: Any, interpret: bool, attended: Any, *others: Any
 ) -> Any:

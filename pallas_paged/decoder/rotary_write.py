@@ -282,6 +282,7 @@ def _write_kernel(local: _LocalWrite) -> Any:
     def forward(*arrays: jax.Array) -> tuple[Any, ...]:
         return run(*arrays), arrays
 
+    @default_promotion()  # JAX calls it after the entry has returned
     def backward(arrays: tuple[jax.Array, ...], cotangents: Any) -> Any:
         return jax.vjp(local.steps, *arrays)[1](cotangents)
 

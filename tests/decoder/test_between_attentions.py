@@ -19,6 +19,7 @@ from tests.support.block_weights import draw, weights_of
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_mosaic, needs_triton, slow
+from tests.support.promotion import strict_promotion
 
 A, E, F, N = 512, 512, 512, 128
 KERNEL = "mosaic_sm90_interpret"
@@ -98,6 +99,19 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, rows, last):
     assert max(map(largest_difference, got, want)) < 0.06
     for a, b in zip(*map(jax.tree.leaves, (got_grads, want_grads)), strict=True):
         assert largest_difference(a, b, of=lambda x: np.abs(x).max()) < 0.1
+
+
+@needs_mosaic
+def test_a_caller_may_forbid_promotion_also_of_gradients():
+    (attended, residual), w = inputs(2), block_weights()
+
+    @jax.jit  # so that the rule of the kernel is called behind the entry
+    def loss(x):
+        x, out = twice(attended, dataclasses.replace(residual, x=x), w, KERNEL)
+        return out.sum()
+
+    with strict_promotion():
+        jax.eval_shape(jax.grad(loss), residual.x)
 
 
 @needs_mosaic

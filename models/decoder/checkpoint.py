@@ -26,7 +26,7 @@ from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_NUM_THREADS = 4  # each holds one parameter on the host; those of experts are read in more threads
+_PARAMS_AT_ONCE = 4  # on the host; one of experts is read in more threads
 # Scales of a layer's float8 K and V, as compressed-tensors, ModelOpt and Quark name them.
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -114,7 +114,7 @@ def _read_params(
         # Waits for the copy, so that the host holds the arrays of few parameters at a time.
         return path, param.replace(jax.block_until_ready(value))
 
-    return read_each(params, read, num_threads=_NUM_THREADS)
+    return read_each(params, read, num_threads=_PARAMS_AT_ONCE)
 
 
 def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> None:

@@ -32,6 +32,7 @@ from models.decoder.stored_tensors import tensors_of
 from tests.support.checkpoints import edit
 from tests.support.dense_oracle import CONFIG as TINY
 from tests.support.dense_oracle import tiny_model
+from tests.support.devices import mesh
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SHAKESPEARE = Path(__file__).parents[3] / "models" / "checkpoints" / "shakespeare"
@@ -96,9 +97,8 @@ def test_round_trip_keeps_every_bit(tmp_path, dtype, tied, bias):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype.dtype.name
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_parameters_go_to_the_default_device_of_the_caller():
-    device = jax.devices()[1]
+    device = mesh(2).devices[1]
     with jax.default_device(device):  # of this thread; others read the files
         decoder, _ = load_checkpoint(GOLDEN)
     assert {x.device for x in jax.tree.leaves(nnx.state(decoder))} == {device}
